@@ -1,0 +1,305 @@
+"""The corpus table: opening it at a version, its filter and funnel, validation batches.
+
+Everything that knows what a column of the table means lives here. The loaders and the scripts ask
+this module; nothing here knows about torch models or the training loop.
+"""
+
+import argparse
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import lancedb
+import numpy as np
+import pyarrow as pa
+import torch
+
+DEFAULT_DB = "./lance_pretrain_db"
+DEFAULT_TABLE = "corpus"
+
+
+# -----------------------------------------------------------------------------
+# flags
+
+
+def add_table_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Flags that say which table, shared by every script. Returns the group."""
+    group = parser.add_argument_group("table")
+    group.add_argument(
+        "--db",
+        help=f"database directory or URI (default: $LANCE_PRETRAIN_DB, else {DEFAULT_DB})",
+    )
+    group.add_argument("--table", help=f"table name (default: {DEFAULT_TABLE})")
+    group.add_argument("--id-column", default="id", help="unique integer document id")
+    group.add_argument("--text-column", default="text", help="the document, UTF-8")
+    group.add_argument("--tokens-column", default="input_ids", help="token ids, without EOS")
+    return group
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of train.py that say which data, and how it was tokenized."""
+    group = add_table_arguments(parser)
+    group.add_argument(
+        "--tokenizer", default="byte", help="byte, hf:<name or directory> or bpe:<tokenizer.json>"
+    )
+    group.add_argument("--min-score", type=float, default=1.0, help="train on score >= this")
+    group.add_argument("--filter", default="", help="SQL predicate added to the standing terms")
+    group.add_argument(
+        "--val-filter", help="SQL predicate of the validation split (default: <id> %% 100 = 0)"
+    )
+
+
+def is_default_database(args: argparse.Namespace) -> bool:
+    """True when neither flag nor environment names a database or table."""
+    return args.db is None and args.table is None and "LANCE_PRETRAIN_DB" not in os.environ
+
+
+def database(args: argparse.Namespace) -> str:
+    return args.db or os.environ.get("LANCE_PRETRAIN_DB") or DEFAULT_DB
+
+
+# -----------------------------------------------------------------------------
+# the table
+
+
+def connect(uri: str, *, create: bool = False) -> lancedb.DBConnection:
+    """Connect to a local directory or an object store.
+
+    Raises SystemExit for ``db://`` (LanceDB Cloud serves queries, not the columns' files) and,
+    unless ``create``, for a local directory that does not exist (lancedb would create it).
+    """
+    if uri.startswith("db://"):
+        raise SystemExit(
+            f"--db {uri}: LanceDB Cloud does not serve column files; "
+            "give a directory or an object-store URI such as s3://bucket/path"
+        )
+    if "://" not in uri and not create and not Path(uri).is_dir():
+        raise SystemExit(f"--db {uri}: no such database; build one with {build_command(uri)}")
+    try:
+        return lancedb.connect(uri)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise SystemExit(f"--db {uri}: cannot open it: {one_line(error)}") from None
+
+
+def build_command(uri: str, table: str = DEFAULT_TABLE) -> str:
+    named = "" if table == DEFAULT_TABLE else f" --table {table}"
+    return f"`python scripts/ingest.py --db {uri}{named} <files>`"
+
+
+def open_table(args: argparse.Namespace, version: int | None = None) -> lancedb.table.Table:
+    """Open ``--table`` of ``--db``, checked out at ``version`` (None: the newest).
+
+    Raises SystemExit when the table or the version is missing.
+    """
+    uri, name = database(args), args.table or DEFAULT_TABLE
+    db = connect(uri)
+    try:
+        table = db.open_table(name)
+    except ValueError as error:
+        if "not found" not in str(error):
+            raise SystemExit(f"table {name!r} in {uri}: {one_line(error)}") from None
+        raise SystemExit(
+            f"no table {name!r} in {uri}: build one with {build_command(uri, name)}"
+        ) from None
+    if version is not None:
+        try:
+            table.checkout(version)
+        except (ValueError, RuntimeError):
+            raise SystemExit(
+                f"table {name!r} in {uri} has no version {version} any more (cleaned up?)"
+            ) from None
+    return table
+
+
+def one_line(error: BaseException) -> str:
+    """The message of ``error`` on one line, without the place in somebody's Rust source."""
+    text = " ".join(str(error).split())
+    return text.split(", /home/")[0] or type(error).__name__
+
+
+def require_column(table: lancedb.table.Table, column: str, flag: str) -> None:
+    """Raise SystemExit, naming ``flag``, where the table lacks ``column``."""
+    if column not in table.schema.names:
+        raise SystemExit(f"table {table.name!r} has no column {column!r}: name it with {flag}")
+
+
+def require_columns(table: lancedb.table.Table, args: argparse.Namespace) -> None:
+    """Check that the table can be trained on: ids, tokens and lengths of usable types.
+
+    Raises SystemExit naming the column and the command that adds it.
+    """
+    uri, schema = database(args), table.schema
+    where = f"--db {uri}" + ("" if args.table is None else f" --table {args.table}")
+    tokens, ids = args.tokens_column, args.id_column
+    if ids not in schema.names or not pa.types.is_integer(schema.field(ids).type):
+        found = schema.field(ids).type if ids in schema.names else "missing"
+        raise SystemExit(
+            f"table {table.name!r} needs an integer id column; {ids!r} is {found}: "
+            "name one with --id-column"
+        )
+    if tokens not in schema.names:
+        raise SystemExit(
+            f"table {table.name!r} has no column {tokens}: tokenize it first "
+            f"(python scripts/tokenize_corpus.py {where})"
+        )
+    kind = schema.field(tokens).type
+    is_list = (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+    if not is_list or not pa.types.is_integer(kind.value_type):
+        raise SystemExit(f"column {tokens} is {kind}, not a list of integers: see --tokens-column")
+    if "n_tokens" not in schema.names:
+        raise SystemExit(
+            f"table {table.name!r} has no column n_tokens: count them "
+            f"(python scripts/tokenize_corpus.py --count-only {where})"
+        )
+
+
+# -----------------------------------------------------------------------------
+# the filter
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of the training filter: ``sql``, and the column whose NULLs it would drop."""
+
+    label: str
+    sql: str
+    column: str | None = None
+    mend: str = ""  # the command that fills the NULLs
+
+
+def validation_filter(args: argparse.Namespace) -> str:
+    return args.val_filter or f"{args.id_column} % 100 = 0"
+
+
+def training_terms(schema: pa.Schema, args: argparse.Namespace) -> list[Term]:
+    """The terms of the training filter, in the funnel's order.
+
+    A standing term applies only where its column exists. SQL's ``NOT x`` and ``x >= y`` are not
+    true for NULL, so each of these terms drops NULL rows; the funnel counts them.
+    """
+    terms = [Term("training split", f"NOT ({validation_filter(args)})")]
+    if "is_dup" in schema.names:
+        terms.append(Term("not duplicate", "NOT is_dup", "is_dup", "scripts/curate.py"))
+    if "score" in schema.names:
+        sql = f"score >= {args.min_score}"
+        terms.append(Term(sql, sql, "score", "scripts/curate.py"))
+    if args.filter:
+        terms.append(Term("--filter", f"({args.filter})"))
+    mend = "scripts/tokenize_corpus.py"
+    terms.append(Term("tokenized", "n_tokens > 0", "n_tokens", mend))
+    return terms
+
+
+def conjunction(terms: list[Term]) -> str:
+    return " AND ".join(term.sql for term in terms)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one term of the filter left: ``rows`` kept, ``nulls`` dropped because NULL."""
+
+    term: Term
+    rows: int
+    nulls: int
+
+
+def funnel(table: lancedb.table.Table, terms: list[Term]) -> tuple[int, list[Stage]]:
+    """Count what each term leaves. Returns (rows of the table, stages).
+
+    Raises SystemExit for a filter that is not valid SQL or that leaves no row.
+    """
+    total, stages = table.count_rows(), []
+    for i, term in enumerate(terms):
+        before = " AND ".join(t.sql for t in terms[:i]) or "true"
+        try:
+            rows = table.count_rows(f"{before} AND {term.sql}")
+        except (ValueError, RuntimeError) as error:
+            flag = "--val-filter" if term.label == "training split" else "--filter"
+            raise SystemExit(f"{flag}: {term.sql}: {one_line(error)}") from None
+        nulls = table.count_rows(f"{before} AND {term.column} IS NULL") if term.column else 0
+        stages.append(Stage(term, rows, nulls))
+    if stages[-1].rows == 0:
+        emptied = next(stage for stage in stages if stage.rows == 0)
+        hint = f"; fill it with python {emptied.term.mend}" if emptied.nulls else ""
+        raise SystemExit(
+            f"the filter leaves no row of {total:,}: '{emptied.term.label}' ({emptied.term.sql}) "
+            f"drops the last{hint}"
+        )
+    return total, stages
+
+
+def funnel_lines(total: int, stages: list[Stage]) -> list[str]:
+    """The funnel as printable lines, with the command that fills NULLs where there are any."""
+    lines = [f"funnel         {total:>14,} rows"]
+    for stage in stages:
+        note = ""
+        if stage.nulls:
+            note = f"   {stage.nulls:,} NULL dropped: fill with python {stage.term.mend}"
+        lines.append(f"  {stage.term.label:<22} {stage.rows:>6,}{note}")
+    return lines
+
+
+# -----------------------------------------------------------------------------
+# validation
+
+
+def validation_batches(
+    table: lancedb.table.Table,
+    args: argparse.Namespace,
+    eos_id: int,
+    max_blocks: int,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """This rank's share of the first ``max_blocks`` validation blocks, as the loaders' batches.
+
+    The tokenized rows of ``--val-filter`` in id order, each followed by EOS, are one stream cut
+    into blocks of ``--seq-len`` tokens. Yields dicts of ``input_ids`` int64 (B, T), ``mask`` bool
+    (B, T) and ``doc_ids`` int64 (B, T) with B = ``--batch-size``; what is missing from the last
+    block and the last batch is masked.
+    """
+    where = f"({validation_filter(args)}) AND n_tokens > 0"
+    scan = table.search().with_row_id(True).select([args.id_column, "n_tokens"]).where(where)
+    rows = scan.to_arrow().sort_by(args.id_column)
+    starts = np.concatenate([[0], np.cumsum(rows["n_tokens"].to_numpy().astype(np.int64) + 1)])
+    row_ids = rows["_rowid"].to_numpy()
+    B, T = args.batch_size, args.seq_len
+    n_blocks = min(max_blocks, -(-int(starts[-1]) // T))
+    last = (rank + 1) * n_blocks // world_size
+    for first in range(rank * n_blocks // world_size, last, B):
+        begin, end = first * T, min(min(first + B, last) * T, int(starts[-1]))
+        lo = int(np.searchsorted(starts, begin, side="right")) - 1
+        hi = int(np.searchsorted(starts, end, side="left"))
+        stream, documents = eos_joined(
+            take_tokens(table, args.tokens_column, row_ids[lo:hi]), eos_id
+        )
+        cut, missing = slice(begin - starts[lo], end - starts[lo]), B * T - (end - begin)
+        ids = np.pad(stream[cut], (0, missing), constant_values=eos_id).reshape(B, T)
+        documents = np.pad(documents[cut], (0, missing), mode="edge").reshape(B, T)
+        yield {
+            "input_ids": torch.from_numpy(ids),
+            "mask": torch.arange(B * T).view(B, T) < end - begin,
+            "doc_ids": torch.from_numpy(documents - documents[:, :1]),
+        }
+
+
+def take_tokens(table: lancedb.table.Table, column: str, row_ids: np.ndarray) -> pa.ListArray:
+    """The token lists of these row ids, in this order (a take returns them sorted)."""
+    order = np.argsort(row_ids, kind="stable")
+    taken = table.take_row_ids(row_ids[order].tolist()).select([column]).to_arrow()
+    lists = taken[column].combine_chunks()
+    return lists.take(pa.array(np.argsort(order, kind="stable")))
+
+
+def eos_joined(lists: pa.ListArray, eos_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Join documents with one EOS after each. Returns (tokens, document index), int64 (N,)."""
+    lengths = np.asarray(lists.value_lengths()).astype(np.int64)
+    ends = np.cumsum(lengths + 1)
+    tokens = np.full(int(ends[-1]), eos_id, np.int64)
+    is_token = np.ones(len(tokens), bool)
+    is_token[ends - 1] = False
+    tokens[is_token] = lists.flatten().to_numpy(zero_copy_only=False)
+    return tokens, np.repeat(np.arange(len(lengths)), lengths + 1)

@@ -1,0 +1,122 @@
+"""The ranks of a run: joining, leaving, and failing together."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the ranks of the run."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank prints and writes what is written once."""
+        return self.rank == 0
+
+    def broadcast(self, value: T) -> T:
+        """The main rank's ``value``, on all ranks. A collective call."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's ``value``, in rank order, on all ranks. A collective call."""
+        if self.size == 1:
+            return [value]
+        values: list = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+
+@contextmanager
+def agreed(world: World, doing: str = "") -> Iterator[None]:
+    """Leave together: when the block fails on one rank, it fails on all of them.
+
+    Nobody then waits in a later collective for a rank that is gone. The main rank raises SystemExit
+    with the one line that a user sees, the others exit silently; an error that is not the user's
+    (neither SystemExit nor OSError) keeps its traceback on the rank where it happened. ``doing`` is
+    put before an OSError. The block must not contain a collective call that a failure could skip.
+    """
+    failure: BaseException | None = None
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        failure = error
+    line = None
+    if isinstance(failure, OSError):
+        line = f"{doing}: {failure}" if doing else str(failure)
+    elif failure is not None:
+        line = str(failure) if isinstance(failure, SystemExit) else repr(failure)
+    lines = world.gather(line)
+    failed = [rank for rank, line in enumerate(lines) if line is not None]
+    if not failed:
+        return
+    if failure is not None and not isinstance(failure, OSError | SystemExit):
+        raise failure
+    first = failed[0]
+    if world.is_main:
+        raise SystemExit(lines[0] if first == 0 else f"rank {first}: {lines[first]}") from failure
+    raise SystemExit(1) from failure
+
+
+def world_from_environ(environ: Mapping[str, str] = os.environ) -> World:
+    """The World in torchrun's variables; one rank where there are none. SystemExit if they clash.
+
+    Without LOCAL_WORLD_SIZE (mpirun, srun) all ranks are taken to be on one node.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    if not any(name in environ for name in names):
+        return World()
+    values = {n: environ.get(n, "") for n in (*names, "LOCAL_WORLD_SIZE")}
+    values["LOCAL_WORLD_SIZE"] = values["LOCAL_WORLD_SIZE"] or values["WORLD_SIZE"]
+    if all(value.isdecimal() for value in values.values()):
+        world = World(*map(int, values.values()))
+        if world.rank < world.size and world.local_rank < world.local_size <= world.size:
+            return world
+    shown = " ".join(f"{name}={value}" for name, value in values.items())
+    raise SystemExit(
+        f"{shown} do not fit together: launch with torchrun, or unset them for one rank"
+    )
+
+
+def join(world: World, device: torch.device, timeout_s: float) -> None:
+    """Join the process group, or none without RANK. SystemExit if the ranks cannot meet.
+
+    nccl (RCCL on ROCm) or gloo; ``timeout_s`` seconds bounds the rendezvous and each collective.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # first, or every rank opens a context on GPU 0
+    if "RANK" not in os.environ:
+        return
+    backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device_id)
+    except (dist.DistNetworkError, dist.DistStoreError, ValueError) as error:
+        where = " ".join(f"{n}={os.environ.get(n)}" for n in ("MASTER_ADDR", "MASTER_PORT"))
+        reason = " ".join(str(error).split())
+        raise SystemExit(
+            f"rank {world.rank} cannot meet the others at {where} ({reason}): "
+            "choose a free port with torchrun --master-port or --rdzv-endpoint HOST:PORT"
+        ) from None
+
+
+def leave() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,37 @@
+"""The command line: one-line errors, and the integer types that flags share."""
+
+import argparse
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        """The help, with the default where there is one to speak of."""
+        return super()._get_help_string(action) if action.default else action.help
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with its default values in the help, and errors that are one line."""
+
+    def __init__(self, doc: str | None) -> None:
+        super().__init__(
+            description=doc,
+            usage="%(prog)s [flags]",
+            formatter_class=_Help,
+        )
+
+    def error(self, message: str) -> None:
+        self.exit(2, f"{self.prog}: {message} (see --help)\n")
+
+
+def positive(text: str) -> int:
+    """An argparse type: an integer of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give at least 1")
+    return int(text)
+
+
+def not_negative(text: str) -> int:
+    """An argparse type: an integer of at least 0."""
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"{text}: give at least 0")
+    return int(text)

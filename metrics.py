@@ -1,0 +1,215 @@
+"""What a run says about itself: meters, the console line, train.log, metrics.jsonl, TensorBoard."""
+
+import argparse
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from flags import not_negative, positive
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("logging")
+    group.add_argument("--run-dir", help="logs go here (default: ./runs/<run id>)")
+    group.add_argument("--log-every", type=positive, default=10, help="steps")
+    group.add_argument(
+        "--eval-every", type=not_negative, default=0, help="steps (0: only at the end)"
+    )
+    group.add_argument(
+        "--eval-batches", type=positive, default=8, help="global batches of validation blocks"
+    )
+    group.add_argument("--wandb", metavar="PROJECT", help="also log to Weights & Biases")
+
+
+class Meter:
+    """Time and tokens since the last log line, without saving, evaluation and compilation."""
+
+    def __init__(self, device: torch.device, tokens: float) -> None:
+        self.device = device
+        self.began = time.perf_counter()
+        self.restart(tokens)
+
+    def restart(self, tokens: float) -> None:
+        """Start an interval at ``tokens`` trained so far."""
+        self.started, self.paused, self.waited = time.perf_counter(), 0.0, 0.0
+        self.tokens = tokens
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave what runs inside out of the throughput, and what is queued on the device in it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        began = time.perf_counter()
+        yield
+        self.paused += time.perf_counter() - began
+
+    @contextmanager
+    def wait(self) -> Iterator[None]:
+        """Count what runs inside as waiting for data."""
+        began = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - began
+
+    def elapsed(self) -> float:
+        """Seconds of the interval that count, at least a microsecond."""
+        return max(time.perf_counter() - self.started - self.paused, 1e-6)
+
+    def tokens_per_second(self, tokens: float) -> float:
+        """Throughput of the interval, at ``tokens`` trained so far."""
+        return (tokens - self.tokens) / self.elapsed()
+
+    def wait_share(self) -> float:
+        """Fraction of the interval that was spent waiting for data."""
+        return self.waited / self.elapsed()
+
+    def eta(self, done: int, left: int) -> float:
+        """Seconds that ``left`` steps take at the mean pace of ``done``, everything included."""
+        return (time.perf_counter() - self.began) / done * left
+
+
+def step_line(values: dict, last: int, eta: float) -> str:
+    """The console's line for one record of metrics.jsonl."""
+    parts = [
+        f"step {values['step']}/{last}",
+        f"epoch {values['epoch']}",
+        f"loss {values['loss']:.4f}",
+        f"lr {values['lr']:.2e}",
+        f"norm {values['grad_norm']:.2f}",
+        f"{human(values['tokens_per_second'])} tok/s",
+        f"wait {values['data_wait_share']:.1%}",
+        f"mem {human(values['memory_bytes'])}B",
+        f"eta {duration(eta)}",
+    ]
+    if values["mfu"] is not None:
+        parts.insert(6, f"mfu {values['mfu']:.1%}")
+    if values["skipped"]:
+        parts.append(f"skipped {values['skipped']}")
+    return "  ".join(parts)
+
+
+class RunLog:
+    """The run directory's log files, written by the main rank only.
+
+    ``metrics.jsonl`` is cut back to records up to ``resume_step`` before anything is appended, so
+    that each step is in it once.
+    """
+
+    def __init__(
+        self, run_dir: Path, is_main: bool = True, resume_step: int = 0, wandb: str | None = None
+    ) -> None:
+        self.is_main = is_main
+        if not is_main:
+            return
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.run_dir = run_dir
+        self.metrics = open(cut_back(run_dir / "metrics.jsonl", resume_step), "a")
+        self.text = open(run_dir / "train.log", "a")
+        self.board = SummaryWriter(run_dir, purge_step=resume_step + 1)
+        self.wandb = start_wandb(wandb, run_dir) if wandb else None
+
+    def say(self, *lines: str) -> None:
+        """Print lines and keep them in train.log."""
+        if not self.is_main:
+            return
+        for line in lines:
+            print(line, flush=True)
+            print(line, file=self.text, flush=True)
+
+    def record(self, values: dict) -> None:
+        """Append one record to metrics.jsonl and the other sinks; ``values`` names its ``step``.
+
+        A value that is not finite, which JSON cannot spell, is written as null.
+        """
+        if not self.is_main:
+            return
+        finite = {k: None if _not_finite(v) else v for k, v in values.items()}
+        print(json.dumps(finite), file=self.metrics, flush=True)
+        step = values["step"]
+        for name, value in values.items():
+            if name != "step" and isinstance(value, int | float):
+                self.board.add_scalar(name, value, step)
+        if self.wandb:
+            self.wandb.log(values, step=step)
+
+    def write_json(self, name: str, content: dict) -> None:
+        if self.is_main:
+            (self.run_dir / name).write_text(json.dumps(content, indent=1, default=str) + "\n")
+
+    def close(self) -> None:
+        if self.is_main:
+            self.metrics.close()
+            self.text.close()
+            self.board.close()
+            if self.wandb:
+                self.wandb.finish()
+
+
+def cut_back(path: Path, step: int) -> Path:
+    """Drop the records after ``step`` from a JSON Lines file, atomically. Returns ``path``."""
+    if path.exists():
+        kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(f"{line}\n" for line in kept))
+        partial.rename(path)
+    return path
+
+
+def start_wandb(project: str, run_dir: Path):
+    """A Weights & Biases run. Raises SystemExit where the package is missing."""
+    try:
+        import wandb
+    except ImportError:
+        raise SystemExit("--wandb needs the package: pip install wandb") from None
+    return wandb.init(project=project, dir=run_dir, name=run_dir.name, resume="allow")
+
+
+def validation_line(step: int, result: dict[str, float]) -> str:
+    return (
+        f"step {step}: validation loss {result['loss']:.4f} nats per target, "
+        f"{result['bpb']:.4f} bits per byte"
+    )
+
+
+def human(n: float) -> str:
+    """1234567 -> '1.23M'."""
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(n) < 999.5:
+            return f"{n:.3g}{unit}"
+        n /= 1000
+    return f"{n:.3g}P"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 1h02m, 3m05s or 7s."""
+    s = round(seconds)
+    if s >= 3600:
+        return f"{s // 3600}h{s % 3600 // 60:02d}m"
+    return f"{s // 60}m{s % 60:02d}s" if s >= 60 else f"{s}s"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes at the peak: the allocator's on a GPU, else resident memory of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kibibytes
+
+
+def _not_finite(value) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _step_of(line: str) -> float:
+    """Step of a record; a line torn by a crash belongs to no step that is kept."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):
+        return math.inf

@@ -1,0 +1,65 @@
+"""Sample a continuation from a checkpoint.
+
+python scripts/sample.py --prompt "def main("                  # the newest checkpoint
+python scripts/sample.py --checkpoint checkpoints/RUN/step_00000300 --temperature 0
+"""
+
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import checkpoints
+import hardware
+import model
+import tokenizer
+from distributed import World
+from flags import Parser, positive
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(__doc__.splitlines()[0])
+    parser.add_argument("--checkpoint", default="auto", help="checkpoint directory (auto: newest)")
+    parser.add_argument("--ckpt-dir", help="where auto looks")
+    parser.add_argument("--prompt", default="The ", help="text to continue")
+    parser.add_argument("--tokens", type=positive, default=200, help="tokens to sample at most")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
+    parser.add_argument("--top-k", type=positive, default=50, help="sample among the k likeliest")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto", help="auto, cuda (also ROCm) or cpu")
+    args = parser.parse_args(argv)
+
+    path = checkpoints.find(args.checkpoint, args.ckpt_dir)
+    if path is None:
+        raise SystemExit(
+            "no checkpoint yet: train one with `python train.py` or name --checkpoint"
+        )
+    device = hardware.choose_device(args.device, local_rank=0)
+    gpt, codec = load(path, device)
+    ids = codec.encode(pa.array([args.prompt])).to_pylist()[0] or [codec.eos_id]
+    generator = torch.Generator(device).manual_seed(args.seed)
+    output = gpt.generate(
+        torch.tensor([ids], device=device),
+        args.tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        eos_id=codec.eos_id,
+        generator=generator,
+    )
+    print(f"{path}: {args.prompt!r} continues as", file=sys.stderr)
+    print(codec.decode(output[0].tolist()))
+
+
+def load(path: Path, device: torch.device) -> tuple[model.GPT, tokenizer.Tokenizer]:
+    """The model of a checkpoint and its tokenizer."""
+    record = checkpoints.load_record(path)
+    gpt = model.GPT(model.GPTConfig(**record["model"])).to(device).eval()
+    tensors = {name: p.detach() for name, p in gpt.named_parameters()}
+    checkpoints.load_tensors(path, record, tensors, World())
+    return gpt, tokenizer.load_tokenizer(record["flags"]["tokenizer"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Tokenize the text of the corpus: columns input_ids (ids without EOS) and n_tokens.
+
+    python scripts/tokenize_corpus.py --db DB --tokenizer byte
+    python scripts/tokenize_corpus.py --db DB --tokenizer bpe:tokenizer.json
+    python scripts/tokenize_corpus.py --db DB --count-only    # ids are there, n_tokens is not
+
+Only rows that have no tokens yet are tokenized: run it again after adding documents, or after an
+interruption. The tokenizer's identity is stored with the column, and another one is refused.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import lancedb
+import pyarrow as pa
+import pyarrow.compute as pc
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import common
+import tokenizer
+from flags import Parser, not_negative
+from scripts.columns import count_unfilled, fill_columns
+from scripts.parallel import WorkerPool
+
+N_TOKENS = pa.field("n_tokens", pa.int32())  # NULL: not tokenized yet
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(__doc__.splitlines()[0])
+    common.add_table_arguments(parser)
+    group = parser.add_argument_group("tokens")
+    group.add_argument(
+        "--tokenizer", default="byte", help="byte, hf:<name or directory> or bpe:<tokenizer.json>"
+    )
+    group.add_argument("--count-only", action="store_true", help="only fill n_tokens from the ids")
+    group.add_argument("--overwrite", action="store_true", help="first drop the tokens there are")
+    group.add_argument("--workers", type=not_negative, default=os.cpu_count(), help="processes")
+    args = parser.parse_args(argv)
+    table = common.open_table(args)
+    try:
+        done = count_tokens(table, args) if args.count_only else tokenize(table, args)
+    except KeyboardInterrupt:
+        print("interrupted: what is tokenized stays, run it again for the rest", file=sys.stderr)
+        raise SystemExit(130) from None
+    report(table, args, done)
+
+
+def tokenize(table: lancedb.table.Table, args: argparse.Namespace) -> int:
+    """Fill the token column and n_tokens where n_tokens is NULL. Returns the rows filled."""
+    common.require_column(table, args.text_column, "--text-column")
+    codec = tokenizer.load_tokenizer(args.tokenizer)
+    present = [c for c in (args.tokens_column, "n_tokens") if c in table.schema.names]
+    if args.overwrite and present:
+        table.drop_columns(present)
+    field = tokenizer.token_field(args.tokens_column, codec)
+    if args.tokens_column in table.schema.names:
+        tokenizer.check_tokenizer(table.schema, args.tokens_column, codec)
+        field = table.schema.field(args.tokens_column)
+    fields = pa.schema([field, N_TOKENS])
+    with (
+        progress(table, "tokenize") as bar,
+        WorkerPool(args.workers, tokenizer.start_worker, (args.tokenizer,)) as pool,
+    ):
+
+        def compute(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            for row_ids, ids in pool.map(tokenizer.encode_rows, batches):
+                bar.update(len(row_ids))
+                yield filled(row_ids, fields, ids.cast(field.type), ids.value_lengths())
+
+        fill_columns(table, fields, [args.text_column], N_TOKENS.name, compute)
+        return bar.total
+
+
+def count_tokens(table: lancedb.table.Table, args: argparse.Namespace) -> int:
+    """Fill n_tokens from a token column that somebody else wrote. Returns the rows filled."""
+    common.require_column(table, args.tokens_column, "--tokens-column")
+    fields = pa.schema([N_TOKENS])
+    with progress(table, "count") as bar:
+
+        def compute(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            for batch in batches:
+                bar.update(batch.num_rows)
+                lengths = pc.list_value_length(batch.column(args.tokens_column)).fill_null(0)
+                yield filled(batch.column("_rowid"), fields, lengths.cast(pa.int32()))
+
+        fill_columns(table, fields, [args.tokens_column], N_TOKENS.name, compute)
+        return bar.total
+
+
+def filled(row_ids: pa.Array, fields: pa.Schema, *values: pa.Array) -> pa.RecordBatch:
+    return pa.record_batch([row_ids, *values], ["_rowid", *fields.names])
+
+
+def progress(table: lancedb.table.Table, what: str) -> tqdm:
+    todo = count_unfilled(table, N_TOKENS.name)
+    return tqdm(total=todo, desc=what, unit=" docs", disable=None)
+
+
+def report(table: lancedb.table.Table, args: argparse.Namespace, done: int) -> None:
+    table.checkout_latest()
+    batches = table.search().select(["n_tokens"]).to_batches()
+    tokens = sum(pc.sum(batch.column("n_tokens")).as_py() or 0 for batch in batches)
+    width = table.schema.field(args.tokens_column).type
+    print(
+        f"{done:,} documents {'counted' if args.count_only else 'tokenized'}; the table has "
+        f"{table.count_rows():,} documents, {tokens:,} tokens in {args.tokens_column} ({width})"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""The step: its arithmetic against one big batch, torch's own optimizer and plain loops."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine import Engine, learning_rate, targets_of
+from model import GPT, IGNORE, GPTConfig
+
+CONFIG = GPTConfig(vocab_size=97, seq_len=16, n_layer=2, n_head=2, n_embd=32)
+
+
+def double_model() -> GPT:
+    return GPT(CONFIG, seed=3).double()
+
+
+def ragged_batch() -> dict[str, torch.Tensor]:
+    """Six blocks with 15, 8, 0, 15, 15 and 2 targets."""
+    ids = torch.randint(0, 97, (6, 16), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(6, 16, dtype=torch.bool)
+    mask[1, 9:], mask[2], mask[5, 3:] = False, False, False
+    return {"input_ids": ids, "mask": mask}
+
+
+def split(batch, parts):
+    return [
+        dict(zip(batch, values, strict=True))
+        for values in zip(*(t.chunk(parts) for t in batch.values()), strict=True)
+    ]
+
+
+def test_targets_are_the_next_tokens_and_end_with_the_document():
+    batch = ragged_batch()
+    ids, mask, targets = batch["input_ids"], batch["mask"], targets_of(batch)
+    for b in range(6):
+        for t in range(16):
+            follows = t + 1 < 16 and mask[b, t] and mask[b, t + 1]
+            assert targets[b, t] == (ids[b, t + 1] if follows else IGNORE)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3, 6])
+def test_gradients_of_unequal_micro_batches_equal_one_big_batch(accumulation):
+    batch = ragged_batch()
+    reference = double_model()
+    targets = targets_of(batch)
+    logits = reference(batch["input_ids"])
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE).backward()
+    engine = Engine(double_model(), accumulation=accumulation)
+    for micro in split(batch, accumulation):
+        engine.micro_step(micro)
+    gradients = engine.gradients()
+    for name, p in reference.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad, rtol=1e-9, atol=1e-14)
+
+
+def test_update_is_torchs_adamw_on_clipped_mean_gradients():
+    engine, reference = Engine(double_model()), double_model()
+    matrices = [p for p in reference.parameters() if p.dim() >= 2]
+    vectors = [p for p in reference.parameters() if p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), foreach=False)
+    for step, lr in enumerate((1e-3, 2e-3, 5e-4)):
+        batch = ragged_batch()
+        batch["input_ids"] = (batch["input_ids"] + step) % 97
+        engine.micro_step(batch)
+        stats = engine.update(lr)
+
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        targets = targets_of(batch)
+        loss = reference(batch["input_ids"], targets) / (targets != IGNORE).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        optimizer.step()
+        assert stats["loss"].item() == pytest.approx(loss.item(), rel=1e-12)
+        assert stats["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-9)
+        assert (stats["targets"].item(), stats["tokens"].item()) == (55, 60)
+    for ours, theirs in zip(engine.model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
+def test_clipping_can_be_turned_off():
+    engine, reference = Engine(double_model(), grad_clip=0.0), double_model()
+    engine.micro_step(ragged_batch())
+    norm = engine.update(1e-3)["grad_norm"]
+    assert norm > 1.0  # or this test would say nothing
+    optimizer = Engine(reference, grad_clip=2 * norm.item())
+    optimizer.micro_step(ragged_batch())
+    optimizer.update(1e-3)
+    for ours, theirs in zip(engine.model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("where", ["gradient", "loss"])
+def test_step_that_is_not_finite_changes_nothing_and_the_next_one_does(where):
+    engine = Engine(double_model())
+    engine.micro_step(ragged_batch())
+    engine.update(1e-3)
+    before = {name: t.clone() for name, t in engine.tensors().items()}
+    engine.micro_step(ragged_batch())
+    if where == "gradient":
+        engine.model.wpe.weight.grad[0, 0] = math.nan
+    else:
+        engine.sums[0] = math.inf
+    assert engine.update(1e-3)["skipped"].item() == 1
+    assert all(torch.equal(before[name], t) for name, t in engine.tensors().items())
+    engine.micro_step(ragged_batch())
+    assert engine.update(1e-3)["skipped"].item() == 0
+    assert not torch.equal(before["wte.weight"], engine.tensors()["wte.weight"])
+
+
+def test_batch_without_a_single_target_is_skipped():
+    batch = ragged_batch()
+    batch["mask"] = torch.zeros_like(batch["mask"])
+    engine = Engine(double_model())
+    before = engine.model.wte.weight.clone()
+    engine.micro_step(batch)
+    assert engine.update(1e-3)["skipped"].item() == 1
+    assert torch.equal(before, engine.model.wte.weight)
+
+
+def test_gradients_start_each_step_at_zero():
+    once, twice = Engine(double_model()), Engine(double_model())
+    twice.micro_step(ragged_batch())
+    twice.update(0.0)  # a step that moves nothing, weight decay included
+    for engine in (once, twice):
+        engine.micro_step(ragged_batch())
+    a, b = once.gradients(), twice.gradients()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_calls_out_of_order_say_so():
+    engine = Engine(double_model(), accumulation=2)
+    with pytest.raises(RuntimeError, match="0 of 2 micro-steps"):
+        engine.update(1e-3)
+    engine.micro_step(ragged_batch())
+    with pytest.raises(RuntimeError, match="1 of 2 micro-steps"):
+        engine.gradients()
+    engine.micro_step(ragged_batch())
+    with pytest.raises(RuntimeError, match="update.. is due"):
+        engine.micro_step(ragged_batch())
+
+
+def test_validation_is_target_weighted_over_batches():
+    batch, model = ragged_batch(), double_model()
+    result = Engine(model).validate(split(batch, 3), torch.full((97,), 2))
+    targets = targets_of(batch)
+    loss = F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), targets.flatten())
+    assert result["loss"] == pytest.approx(loss.item(), rel=1e-12)
+    assert result["bpb"] == pytest.approx(loss.item() / math.log(2) / 2, rel=1e-12)
+
+
+def test_validation_restores_train_mode_after_an_exception():
+    engine = Engine(double_model())
+
+    def broken():
+        yield ragged_batch()
+        raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        engine.validate(broken())
+    assert engine.model.training
+
+
+def test_memory_report_counts_parameters_gradients_and_optimizer():
+    engine = Engine(GPT(CONFIG))
+    size = sum(p.numel() for p in engine.model.parameters()) * 4
+    report = engine.memory_report()
+    assert report["parameters"] == size and report["gradients"] == 0
+    assert report["optimizer"] == 2 * size + 4 * len(engine.names)
+    engine.micro_step(ragged_batch())
+    assert engine.memory_report()["gradients"] == size
+
+
+def test_tensors_carry_plain_names_when_compiled():
+    plain, compiled = Engine(GPT(CONFIG)), Engine(GPT(CONFIG), compile_mode="default")
+    assert plain.tensors().keys() == compiled.tensors().keys()
+    assert "wte.weight" in plain.tensors() and "optimizer.exp_avg.wte.weight" in plain.tensors()
+
+
+@pytest.mark.slow
+def test_compiled_step_equals_the_eager_one():
+    engines = Engine(GPT(CONFIG)), Engine(GPT(CONFIG), compile_mode="default")
+    for engine in engines:
+        for _ in range(2):
+            engine.micro_step(ragged_batch())
+            engine.update(1e-3)
+    eager, compiled = (engine.tensors() for engine in engines)
+    for name in eager:
+        torch.testing.assert_close(eager[name], compiled[name], rtol=1e-4, atol=1e-6)
+
+
+def test_learning_rate_warms_up_linearly_then_follows_the_cosine():
+    rates = [learning_rate(s, peak=1.0, warmup=4, total=12, min_ratio=0.1) for s in range(1, 15)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[7] == pytest.approx(0.1 + 0.9 * 0.5)  # halfway down
+    assert rates[11] == rates[13] == pytest.approx(0.1)
+    assert sorted(rates[3:], reverse=True) == rates[3:]

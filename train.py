@@ -1,0 +1,405 @@
+"""Pretrain a GPT from one LanceDB table.
+
+python train.py --model tiny --steps 40                 # one CPU process, demo corpus
+torchrun --nproc-per-node 8 train.py --db DB --pack     # one node, eight GPUs
+"""
+
+import argparse
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import lancedb
+import torch
+
+import blocks_loaders
+import checkpoints
+import common
+import distributed
+import engine
+import hardware
+import metrics
+import model
+import tokenizer
+from distributed import World, agreed
+from flags import Parser, not_negative, positive
+
+MODULES = (common, model, blocks_loaders, engine, checkpoints, metrics, hardware)
+
+
+def flag_parser() -> Parser:
+    parser = Parser(__doc__.splitlines()[0])
+    group = parser.add_argument_group("run")
+    group.add_argument("--steps", type=not_negative, default=0, help="length, optimizer steps")
+    group.add_argument("--epochs", type=positive, default=1, help="length where --steps is 0")
+    group.add_argument("--seed", type=int, default=1234, help="of the initial weights")
+    for module in MODULES:
+        module.add_arguments(parser)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = flag_parser().parse_args(argv)
+    if common.is_default_database(args):
+        build_demo_corpus()
+    world = distributed.world_from_environ()
+    notices = hardware.apply_environment(world)  # before the first GPU call
+    torch.set_num_threads(hardware.cpu_threads(world.local_size) or torch.get_num_threads())
+    device = hardware.choose_device(args.device, world.local_rank)
+    distributed.join(world, device, args.dist_timeout)
+    try:
+        train(args, device, world, notices)
+    except torch.OutOfMemoryError as error:
+        raise SystemExit(
+            f"out of memory with --batch-size {args.batch_size}: lower it (raise --grad-accum to "
+            f"keep the global batch): {common.one_line(error)[:120]}"
+        ) from None
+    finally:
+        distributed.leave()
+
+
+def train(
+    args: argparse.Namespace, device: torch.device, world: World, notices: Sequence[str] = ()
+) -> dict[str, float]:
+    """Train to the last step. Returns the last validation's ``loss`` and ``bpb``, if there was one.
+
+    Raises SystemExit, on all ranks, for anything that a user can mend. ``notices`` are printed.
+    """
+    origin = find_origin(args, world)
+    data = open_data(args, origin, world)
+    plan, stream = plan_run(args, data, origin, world)
+    trainer = build_engine(args, plan, origin, device, world)
+    validation = read_validation(args, data, plan, world)
+    log = start_log(args, data, plan, origin, trainer, world, notices)
+    if origin.step >= plan.steps:
+        log.say(f"nothing to do: {origin.step:,} of {plan.steps:,} steps are done")
+        return {}
+
+    token_bytes = torch.from_numpy(data.tokenizer.token_bytes()).to(device)
+    flops = trainer.model.flops_per_token()  # per token
+    peak = hardware.device_peak_flops(device)  # per second and rank, None where not known
+    totals = torch.tensor([origin.tokens, origin.skipped], dtype=torch.float64, device=device)
+    meter, result = metrics.Meter(device, origin.tokens), {}
+    steps = stream.steps()
+
+    for step in range(origin.step + 1, plan.steps + 1):
+        lr = engine.learning_rate(step, **plan.schedule)
+        with meter.wait():
+            batches = next(steps)
+        for batch in batches:
+            trainer.micro_step(batch)
+        stats = trainer.update(lr)
+        totals += torch.stack([stats["tokens"], stats["skipped"]])
+
+        if step == origin.step + 1 and args.compile:
+            meter.restart(totals[0].item())  # compiling is not throughput
+        if step % args.log_every == 0 or step == plan.steps:
+            numbers = torch.stack([*totals, stats["loss"], stats["grad_norm"]])
+            tokens, skipped, loss, grad_norm = numbers.tolist()  # the one wait for the device
+            rate = meter.tokens_per_second(tokens)
+            values = {
+                "step": step,
+                "epoch": stream.epoch,
+                "tokens": int(tokens),
+                "loss": loss,
+                "lr": lr,
+                "grad_norm": grad_norm,
+                "tokens_per_second": rate,
+                "mfu": rate * flops / (peak * world.size) if peak else None,
+                "data_wait_share": meter.wait_share(),
+                "skipped": int(skipped),
+                "memory_bytes": metrics.peak_memory(device),
+            }
+            log.record(values)
+            eta = meter.eta(step - origin.step, plan.steps - step)
+            log.say(metrics.step_line(values, plan.steps, eta))
+            meter.restart(tokens)
+        if step == plan.steps or (args.ckpt_every and step % args.ckpt_every == 0):
+            with meter.pause():
+                record = snapshot(args, data, plan, origin, stream, totals)
+                path = checkpoints.save(origin.checkpoints, step, trainer.tensors(), record, world)
+                log.say(f"step {step}: saved {path}")
+        if step == plan.steps or (args.eval_every and step % args.eval_every == 0):
+            with meter.pause():
+                result = trainer.validate(validation, token_bytes)
+                log.record({"step": step, **{f"val_{k}": v for k, v in result.items()}})
+                log.say(metrics.validation_line(step, result))
+
+    stream.close()
+    log.close()
+    return result
+
+
+# -----------------------------------------------------------------------------
+# set-up, in the order of its steps; each fails on all ranks or on none
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the run starts, a checkpoint or step 0, and where it writes."""
+
+    run_id: str
+    path: Path | None  # the checkpoint
+    record: dict  # what it says of the run; empty at step 0
+    run_dir: Path
+    checkpoints: Path
+
+    @property
+    def step(self) -> int:
+        return self.record.get("step", 0)
+
+    @property
+    def tokens(self) -> int:
+        return self.record.get("tokens", 0)
+
+    @property
+    def skipped(self) -> int:
+        return self.record.get("skipped", 0)
+
+
+def find_origin(args: argparse.Namespace, world: World) -> Origin:
+    with agreed(world):
+        path = checkpoints.find(args.resume, args.ckpt_dir) if world.is_main else None
+    path, run_id = world.broadcast((path, secrets.token_hex(4)))
+    with agreed(world):
+        record = checkpoints.load_record(path) if path else {}
+    run_id = record.get("run_id", run_id)
+    run_dir = Path(args.run_dir or record.get("run_dir") or Path("runs") / run_id)
+    beside = path.parent if path else checkpoints.DEFAULT_ROOT / run_id
+    return Origin(run_id, path, record, run_dir, Path(args.ckpt_dir or beside))
+
+
+@dataclass(frozen=True)
+class Data:
+    """The pinned table, which of its rows to train on, and how to read its ids."""
+
+    table: lancedb.table.Table
+    tokenizer: tokenizer.Tokenizer
+    where: str
+    lines: list[str]  # what the start prints of it
+
+
+def open_data(args: argparse.Namespace, origin: Origin, world: World) -> Data:
+    with agreed(world):
+        table = common.open_table(args, origin.record.get("table_version"))
+        common.require_columns(table, args)
+        codec = tokenizer.load_tokenizer(args.tokenizer)
+        notice = tokenizer.check_tokenizer(table.schema, args.tokens_column, codec)
+        terms = common.training_terms(table.schema, args)
+        counts = common.funnel(table, terms) if world.is_main else None
+    table.checkout(world.broadcast(table.version))  # somebody may append while we start
+    lines = [f"table          {args.table or common.DEFAULT_TABLE} version {table.version}"]
+    lines += common.funnel_lines(*counts) if counts else []
+    return Data(table, codec, common.conjunction(terms), [*lines, *([notice] if notice else [])])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers of the run that follow from flags, data and world."""
+
+    global_batch: int  # blocks per optimizer step
+    accumulation: int  # micro-batches per optimizer step
+    blocks_per_epoch: int
+    steps: int  # the last one
+    schedule: dict[str, float]  # arguments of engine.learning_rate
+    eval_blocks: int
+    config: model.GPTConfig
+    meaning: dict[str, object]  # what a resumed run must agree with
+    lines: list[str]  # what the start prints of it
+
+
+def plan_run(
+    args: argparse.Namespace, data: Data, origin: Origin, world: World
+) -> tuple[Plan, blocks_loaders.LanceDBStream]:
+    with agreed(world):
+        at_once = args.batch_size * world.size
+        size = args.global_batch or origin.record.get("global_batch") or at_once * args.grad_accum
+        if size < world.size:
+            raise SystemExit(
+                f"--global-batch {size} on {world.size} ranks leaves ranks without a block: "
+                f"give at least {world.size}"
+            )
+        accumulation = -(-size // at_once)
+        stream = blocks_loaders.LanceDBStream(
+            data.table,
+            args,
+            where=data.where,
+            eos_id=data.tokenizer.eos_id,
+            vocab_size=data.tokenizer.vocab_size,
+            accumulation=accumulation,
+            world=world,
+        )
+        blocks = stream.blocks_per_epoch
+        steps = args.steps or args.epochs * blocks // size
+        if steps == 0 or blocks < size:
+            raise SystemExit(
+                f"no step to train: an epoch has {blocks:,} blocks, a step takes {size:,}: lower "
+                "--batch-size, --grad-accum, --global-batch or --seq-len, or train on more data"
+            )
+        schedule, notes = plan_schedule(args, steps)
+        config = model.GPTConfig.preset(args.model, data.tokenizer.vocab_size, args.seq_len)
+        meaning = meaning_of(args, data, config)
+        check_same(origin, meaning)
+        if origin.path:
+            stream.load_state_dict(origin.record["stream"])
+    if args.steps and args.epochs != 1:
+        notes.append(f"--epochs {args.epochs} is ignored: --steps {args.steps} decides")
+    fill = size / (accumulation * at_once)
+    lines = [
+        f"global batch   {size:,} blocks = {world.size} ranks x {args.batch_size} blocks x "
+        f"accumulation {accumulation}, {fill:.0%} full   ({size * args.seq_len:,} tokens per step)",
+        f"epoch          {blocks:,} blocks of {args.seq_len:,} tokens = {blocks / size:,.1f} steps",
+        f"this run       {steps:,} steps = {steps * size / blocks:.2f} epochs",
+        *notes,
+    ]
+    eval_blocks = origin.record.get("eval_blocks", args.eval_batches * size)
+    plan = Plan(size, accumulation, blocks, steps, schedule, eval_blocks, config, meaning, lines)
+    return plan, stream
+
+
+def plan_schedule(args: argparse.Namespace, steps: int) -> tuple[dict[str, float], list[str]]:
+    """Arguments of engine.learning_rate, and notices."""
+    horizon, warmup, notes = args.lr_total_steps or steps, args.warmup_steps, []
+    if warmup >= horizon:
+        warmup = horizon // 10
+        notes.append(
+            f"--warmup-steps {args.warmup_steps} is longer than the {horizon} steps of the "
+            f"schedule: {warmup} used"
+        )
+    schedule = {
+        "peak": args.lr,
+        "warmup": warmup,
+        "total": horizon,
+        "min_ratio": args.min_lr_ratio,
+    }
+    return schedule, notes
+
+
+def build_engine(
+    args: argparse.Namespace, plan: Plan, origin: Origin, device: torch.device, world: World
+) -> engine.Engine:
+    """Model, optimizer and step; from the checkpoint where there is one."""
+    with agreed(world):
+        trainer = engine.Engine(
+            model.GPT(plan.config, args.seed).to(device),
+            accumulation=plan.accumulation,
+            weight_decay=args.weight_decay,
+            grad_clip=args.grad_clip,
+            autocast=torch.bfloat16 if device.type == "cuda" else None,
+            compile_mode=args.compile_mode if args.compile else None,
+        )
+    if origin.path:
+        checkpoints.load_tensors(origin.path, origin.record, trainer.tensors(), world)
+    return trainer
+
+
+def meaning_of(args: argparse.Namespace, data: Data, config: model.GPTConfig) -> dict[str, object]:
+    """What a run must agree with the checkpoint that it continues, by the flag that decides it."""
+    t = data.tokenizer
+    return {
+        "--model": f"{args.model} {config.n_layer}x{config.n_embd}",
+        "--seq-len": config.seq_len,
+        "--tokenizer": f"{t.vocab_size} ids, EOS {t.eos_id}, fingerprint {t.fingerprint}",
+        "--filter, --min-score, --val-filter": data.where,
+        "--pack": args.pack,
+        "--shuffle-seed": args.shuffle_seed,
+        "--tokens-column": args.tokens_column,
+    }
+
+
+def check_same(origin: Origin, ours: dict[str, object]) -> None:
+    """Refuse (SystemExit) to continue a checkpoint of a run that means something else."""
+    theirs = origin.record.get("meaning", ours)
+    different = [f"{k} was {theirs[k]}, is {ours[k]}" for k in ours if theirs.get(k) != ours[k]]
+    if different:
+        raise SystemExit(f"--resume {origin.path}: another run: " + "; ".join(different))
+
+
+def read_validation(
+    args: argparse.Namespace, data: Data, plan: Plan, world: World
+) -> list[engine.Batch]:
+    """This rank's validation batches, kept in memory: --eval-batches global batches at most."""
+    with agreed(world):
+        batches = common.validation_batches(
+            data.table, args, data.tokenizer.eos_id, plan.eval_blocks, world.rank, world.size
+        )
+        return list(batches)
+
+
+def start_log(
+    args: argparse.Namespace,
+    data: Data,
+    plan: Plan,
+    origin: Origin,
+    trainer: engine.Engine,
+    world: World,
+    notices: Sequence[str],
+) -> metrics.RunLog:
+    """Open the run directory and say what will happen, with every derived number."""
+    with agreed(world, f"--run-dir {origin.run_dir}"):
+        log = metrics.RunLog(origin.run_dir, world.is_main, origin.step, args.wandb)
+        about = hardware.describe_environment(trainer.device)
+        log.write_json("environment.json", about)
+        log.write_json("config.json", {"flags": vars(args), "derived": asdict(plan)})
+    parameters = sum(p.numel() for p in trainer.names)
+    log.say(
+        f"run            {origin.run_id}, logs in {origin.run_dir}",
+        f"checkpoints    {origin.checkpoints}, every {args.ckpt_every} steps",
+        *([f"resumed        {origin.path} at step {origin.step:,}"] if origin.path else []),
+        f"device         {world.size} x {about['device_name'] or about['cpu']}",
+        *notices,
+        *data.lines,
+        f"model          {args.model}, {parameters:,} parameters",
+        *plan.lines,
+    )
+    return log
+
+
+def snapshot(
+    args: argparse.Namespace,
+    data: Data,
+    plan: Plan,
+    origin: Origin,
+    stream: blocks_loaders.LanceDBStream,
+    totals: torch.Tensor,
+) -> dict:
+    """What a checkpoint says of the run beside its tensors: JSON. A collective call."""
+    tokens, skipped = totals.tolist()
+    return {
+        "run_id": origin.run_id,
+        "run_dir": str(origin.run_dir),
+        "table_version": data.table.version,
+        "global_batch": plan.global_batch,
+        "eval_blocks": plan.eval_blocks,
+        "tokens": int(tokens),
+        "skipped": int(skipped),
+        "stream": stream.state_dict(),
+        "model": asdict(plan.config),
+        "meaning": plan.meaning,
+        "flags": vars(args),
+    }
+
+
+def build_demo_corpus() -> None:
+    """Build the default table where there is none, from text that every machine has.
+
+    It is built under another name and renamed, so the default database is whole or absent.
+    """
+    if Path(common.DEFAULT_DB).exists() or int(os.environ.get("LOCAL_RANK", 0)) != 0:
+        return  # other ranks wait for the first one where the process group meets
+    print(f"no database yet: building the demo corpus in {common.DEFAULT_DB}", flush=True)
+    partial = f"{common.DEFAULT_DB}.partial"
+    scripts = Path(__file__).parent / "scripts"
+    for script, *flags in (["ingest.py", "stdlib"], ["curate.py"], ["tokenize_corpus.py"]):
+        command = [sys.executable, str(scripts / script), "--db", partial, *flags]
+        if subprocess.run(command).returncode:
+            raise SystemExit(f"could not build the demo corpus: {' '.join(command)}")
+    os.rename(partial, common.DEFAULT_DB)
+
+
+if __name__ == "__main__":
+    main()
