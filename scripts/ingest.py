@@ -79,10 +79,7 @@ class Row(NamedTuple):
     score: float | None
 
 
-class Record(NamedTuple):
-    position: int  # line or row, from 1
-    offset: int  # bytes of the file behind it, for the progress bar
-    row: Row | Bad
+Record = tuple[int, int, Row | Bad]  # line or row from 1, bytes of the file read so far, document
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +150,8 @@ def parse_line(line: bytes, fields: Fields) -> Row:
     return parse_record(record, fields)
 
 
-def parse_scalars(names: list[str], scalars: tuple[pa.Scalar, ...], fields: Fields) -> Row:
-    return parse_record({n: s.as_py() for n, s in zip(names, scalars, strict=True)}, fields)
+def parse_scalars(scalars: dict[str, pa.Scalar], fields: Fields) -> Row:
+    return parse_record({name: scalar.as_py() for name, scalar in scalars.items()}, fields)
 
 
 def parse_file(data: bytes) -> Row:
@@ -181,11 +178,11 @@ def read_file(path: str, start: int) -> Iterator[Record]:
     if os.path.getsize(path) > MAX_DOCUMENT:
         raise Bad("over 1 GiB", f"{os.path.getsize(path):,} bytes; split it")
     data = Path(path).read_bytes()
-    yield Record(1, len(data), attempt(parse_file, data))
+    yield (1, len(data), attempt(parse_file, data))
 
 
 def read_text(text: str, start: int) -> Iterator[Record]:
-    yield Record(1, len(text.encode()), attempt(checked, text))
+    yield (1, len(text.encode()), attempt(checked, text))
 
 
 def read_lines(
@@ -193,7 +190,7 @@ def read_lines(
 ) -> Iterator[Record]:
     for position, line in enumerate(lines, 1):
         if position >= start and not line.isspace():
-            yield Record(position, tell(), attempt(parse_line, line, fields))
+            yield (position, tell(), attempt(parse_line, line, fields))
 
 
 def read_jsonl(path: str, codec: str | None, fields: Fields, start: int) -> Iterator[Record]:
@@ -225,8 +222,9 @@ def read_parquet(path: str, fields: Fields, start: int) -> Iterator[Record]:
                 scalars = chain.from_iterable(zip(*b.columns, strict=True) for b in batches)
                 for position, values in enumerate(scalars, first):
                     if position >= start:
-                        row = attempt(parse_scalars, columns, values, fields)
-                        yield Record(position, int(position * scale), row)
+                        record = dict(zip(columns, values, strict=True))
+                        row = attempt(parse_scalars, record, fields)
+                        yield (position, int(position * scale), row)
             first += rows
 
 
@@ -235,7 +233,7 @@ def read_hf(dataset: Any, fields: Fields, start: int) -> Iterator[Record]:
         dataset = dataset.select_columns(present_columns(dataset.column_names, fields))
     try:
         for position, record in enumerate(dataset.skip(start - 1), start):
-            yield Record(position, 0, attempt(parse_record, record, fields))
+            yield (position, 0, attempt(parse_record, record, fields))
     except Exception as error:  # of the library, of the network, of a file format: any type
         raise Bad("unreadable", common.one_line(error)) from None
 
@@ -393,8 +391,8 @@ class Corpus:
             return None  # connecting would create the directory
         try:
             return common.connect(self.uri, create=True).open_table(self.name)
-        except ValueError as error:
-            if "not found" in str(error):
+        except (OSError, ValueError, RuntimeError) as error:
+            if "was not found" in str(error):
                 return None
             self._refuse(error)
 

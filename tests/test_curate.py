@@ -319,8 +319,10 @@ def test_an_interrupted_run_is_continued(tmp_path, how):
     table = create(tmp_path, texts[:20])
     for first in range(20, 300, 20):
         table.add(rows(texts[first : first + 20], first))
-    command = [sys.executable, ROOT / "scripts/curate.py", "--db", tmp_path, "--workers", "1"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    command = [sys.executable, ROOT / "scripts/curate.py", "--db", ".", "--workers", "1"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     while "score" not in latest(table).schema.names or table.count_rows("score IS NOT NULL") == 0:
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
