@@ -15,7 +15,8 @@ An INPUT is one of
 Every document gets the next free id, its source, and its origin: the file's path below the given
 directory and, where a file holds many documents, the line or row counted from 1. Documents go in
 in order, about 64 MB to a commit, and a commit is all or nothing. So whenever the script is stopped
-the table holds a prefix of the input, and origin says where the same command has to go on.
+the table holds a prefix of the input, and origin says where the same command has to go on: behind
+the last line there, so a bad line before it that was mended since stays out.
 """
 
 import argparse
@@ -289,10 +290,14 @@ def stem(name: str) -> str:
     return re.sub(r"(?i)\.jsonl(\.gz|\.zst)?\Z", "", name) if ".jsonl" in name else Path(name).stem
 
 
+def cannot_list(error: OSError) -> None:
+    raise SystemExit(f"{error.filename}: cannot list this directory: {error.strerror}")
+
+
 def files_below(root: str, skip: set[str] | frozenset[str] = frozenset()) -> list[str]:
     """Regular files below ``root``, neither hidden nor part of a Lance table."""
     found = []
-    for folder, folders, files in os.walk(root):
+    for folder, folders, files in os.walk(root, onerror=cannot_list):  # silent by default
         folders[:] = [f for f in folders if not f.startswith(".") and f not in skip]
         folders[:] = [f for f in folders if not f.endswith(".lance")]
         found += [os.path.join(folder, f) for f in files if not f.startswith(".")]
