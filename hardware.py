@@ -226,6 +226,11 @@ def apply_environment(world: World, environ: MutableMapping[str, str] = os.envir
     return [str(line) for line in [*plan, environment_notice(facts)] if line]
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a GPU's allocator or the CPU's had no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def cpu_threads(local_world_size: int, environ: Mapping[str, str] = os.environ) -> int | None:
     """Threads per rank for `torch.set_num_threads`: usable cores // local ranks. None: leave it.
 

@@ -43,20 +43,25 @@ def flag_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = flag_parser().parse_args(argv)
+    parser = flag_parser()
+    args = parser.parse_args(argv)
     if common.is_default_database(args):
         build_demo_corpus()
     world = distributed.world_from_environ()
     notices = hardware.apply_environment(world)  # before the first GPU call
+    if unread := blocks_loaders.without_effect(args, parser):
+        notices.append(f"without effect here: {', '.join(unread)}")
     torch.set_num_threads(hardware.cpu_threads(world.local_size) or torch.get_num_threads())
     device = hardware.choose_device(args.device, world.local_rank)
     distributed.join(world, device, args.dist_timeout)
     try:
         train(args, device, world, notices)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not hardware.is_out_of_memory(error):
+            raise
         raise SystemExit(
-            f"out of memory with --batch-size {args.batch_size}: lower it (raise --grad-accum to "
-            f"keep the global batch): {common.one_line(error)[:120]}"
+            f"out of memory: lower --batch-size {args.batch_size} (and raise --grad-accum to keep "
+            f"the global batch): {common.one_line(error)[:150]}"
         ) from None
     finally:
         distributed.leave()
@@ -159,6 +164,11 @@ class Origin:
     @property
     def skipped(self) -> int:
         return self.record.get("skipped", 0)
+
+    def lines(self, resume: str) -> list[str]:
+        if self.path:
+            return [f"resumed        {self.path} at step {self.step:,}"]
+        return ["--resume auto: no checkpoint there yet, starting at step 0"] if resume else []
 
 
 def find_origin(args: argparse.Namespace, world: World) -> Origin:
@@ -349,7 +359,7 @@ def start_log(
     log.say(
         f"run            {origin.run_id}, logs in {origin.run_dir}",
         f"checkpoints    {origin.checkpoints}, every {args.ckpt_every} steps",
-        *([f"resumed        {origin.path} at step {origin.step:,}"] if origin.path else []),
+        *origin.lines(args.resume),
         f"device         {world.size} x {about['device_name'] or about['cpu']}",
         *notices,
         *data.lines,

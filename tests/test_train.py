@@ -1,0 +1,369 @@
+"""train.py end to end: runs, their logs, resume, and every refusal a user can meet."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+from scripts import tokenize_corpus
+from tests.conftest import ROOT, documents, make_table, run, torchrun
+
+SMALL = ("--pack", "--seq-len", "64", "--batch-size", "4", "--eval-batches", "2")
+KEYS = {
+    *("step", "epoch", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "mfu"),
+    *("data_wait_share", "skipped", "memory_bytes"),
+}
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LANCE_PRETRAIN_DB", raising=False)
+
+
+def go(corpus, *flags):
+    train.main(["--db", str(corpus), *SMALL, "--log-every", "1", *flags])
+
+
+def records(run_dir):
+    return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run_dir):
+    return {r["step"]: r["loss"] for r in records(run_dir) if "loss" in r}
+
+
+def weights(checkpoint):
+    tensors = {}
+    for shard in Path(checkpoint).glob("*.safetensors"):
+        tensors |= load_file(shard)
+    return tensors
+
+
+def refusal(*flags):
+    """The one line with which train.py refuses ``flags``."""
+    with pytest.raises(SystemExit) as refused:
+        train.main([*SMALL, *flags])
+    line = str(refused.value)
+    assert line and "\n" not in line and refused.value.code != 0
+    return line
+
+
+# -----------------------------------------------------------------------------
+# a run and what it leaves behind
+
+
+def test_run_learns_and_writes_its_directory(corpus, capsys):
+    go(corpus, "--steps", "30", "--run-dir", "r", "--eval-every", "10", "--warmup-steps", "5")
+    rows = records("r")
+    steps = [r for r in rows if "loss" in r]
+    assert [r["step"] for r in steps] == list(range(1, 31)) and set(steps[0]) == KEYS
+    assert steps[0]["loss"] == pytest.approx(math.log(257), abs=0.3)
+    assert steps[-1]["loss"] < steps[0]["loss"] - 1
+    assert [r["tokens"] for r in steps] == [256 * s for s in range(1, 31)]
+    assert all(r["mfu"] is None and r["skipped"] == 0 for r in steps)
+    assert steps[4]["lr"] == 6e-4 and steps[-1]["lr"] < 1e-9
+    validation = [r for r in rows if "val_loss" in r]
+    assert [r["step"] for r in validation] == [10, 20, 30]
+    assert all(set(r) == {"step", "val_loss", "val_bpb"} for r in validation)
+    # one byte is one token here, and only EOS has no bytes
+    assert 1.0 < validation[-1]["val_bpb"] / (validation[-1]["val_loss"] / math.log(2)) < 1.05
+    config = json.loads(Path("r/config.json").read_text())
+    assert config["flags"]["steps"] == 30 and config["derived"]["global_batch"] == 4
+    environment = json.loads(Path("r/environment.json").read_text())
+    assert environment["lancedb"].startswith("0.40") and environment["device"] == "cpu"
+    assert list(Path("r").glob("events.out.tfevents.*"))
+    printed = capsys.readouterr().out
+    assert "funnel" in printed and "step 30/30  epoch 0  loss" in printed
+    assert Path("r/train.log").read_text() == printed
+    (checkpoint,) = Path("checkpoints").glob("*/step_00000030")
+    assert "wte.weight" in weights(checkpoint)
+
+
+def test_row_mode_trains_on_documents_cut_and_padded(corpus):
+    train.main(
+        ["--db", str(corpus), "--steps", "3", "--seq-len", "64", "--batch-size", "4"]
+        + ["--run-dir", "r", "--log-every", "1"]
+    )
+    tokens = [r["tokens"] for r in records("r") if "loss" in r]
+    assert 0 < tokens[0] <= 256 and tokens[2] > tokens[1] > tokens[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["packed", "rows"])
+def test_worker_processes_give_the_same_losses(corpus, mode):
+    flags = ["--db", str(corpus), "--steps", "2", "--seq-len", "64", "--batch-size", "4"]
+    flags += ["--pack"] * (mode == "packed") + ["--log-every", "1"]
+    for workers in ("0", "2"):
+        done = run(
+            "train.py", *flags, "--num-workers", workers, "--run-dir", workers, cwd=Path.cwd()
+        )
+        assert done.returncode == 0, done.stderr
+    assert losses("0") == losses("2")
+
+
+def test_length_in_epochs_is_whole_passes(corpus, capsys):
+    flags = ("--epochs", "2", "--seq-len", "512", "--batch-size", "16", "--run-dir", "r")
+    go(corpus, *flags)
+    rows = [r for r in records("r") if "loss" in r]
+    blocks = json.loads(Path("r/config.json").read_text())["derived"]["blocks_per_epoch"]
+    assert len(rows) == 2 * blocks // 16 and {r["epoch"] for r in rows} == {0, 1}
+
+
+def test_notices_name_what_is_ignored_or_shortened(corpus, capsys):
+    go(corpus, "--steps", "2", "--epochs", "3", "--blocks-path", "x", "--eval-batches", "1")
+    printed = capsys.readouterr().out
+    assert "--epochs 3 is ignored: --steps 2 decides" in printed
+    assert "--warmup-steps 200 is longer than the 2 steps" in printed
+    assert "without effect here: --blocks-path" in printed
+
+
+@pytest.mark.slow
+def test_compiled_run_follows_the_eager_one(corpus):
+    for flags in (("--run-dir", "eager"), ("--compile", "--run-dir", "compiled")):
+        go(corpus, "--steps", "3", *flags)
+    eager, compiled = losses("eager"), losses("compiled")
+    assert compiled == pytest.approx(eager, rel=1e-4)
+
+
+# -----------------------------------------------------------------------------
+# resume
+
+
+def test_resumed_run_is_the_uninterrupted_one(corpus, capsys):
+    schedule = ("--steps", "8", "--seq-len", "512", "--batch-size", "16")  # across an epoch's end
+    go(corpus, *schedule, "--run-dir", "whole", "--ckpt-dir", "a")
+    go(corpus, *schedule, "--run-dir", "part", "--ckpt-dir", "b", "--ckpt-every", "3")
+    for later in ("step_00000006", "step_00000008"):
+        shutil.rmtree(f"b/{later}")
+    go(corpus, *schedule, "--run-dir", "part", "--ckpt-dir", "b", "--resume", "auto")
+    assert losses("part") == losses("whole") and list(losses("part")) == list(range(1, 9))
+    whole, part = weights("a/step_00000008"), weights("b/step_00000008")
+    assert whole.keys() == part.keys()
+    assert all(torch.equal(whole[name], part[name]) for name in whole)
+    assert "resumed        b/step_00000003 at step 3" in capsys.readouterr().out
+
+
+def test_finished_run_resumed_does_nothing(corpus, capsys):
+    go(corpus, "--steps", "2", "--ckpt-dir", "c")
+    before = {p: p.stat().st_mtime_ns for p in Path("c").rglob("*")}
+    go(corpus, "--steps", "2", "--ckpt-dir", "c", "--resume", "auto")
+    assert "nothing to do: 2 of 2 steps are done" in capsys.readouterr().out
+    assert {p: p.stat().st_mtime_ns for p in Path("c").rglob("*")} == before
+
+
+def test_resume_auto_starts_fresh_and_says_so_where_there_is_nothing(corpus, capsys):
+    go(corpus, "--steps", "1", "--ckpt-dir", "c", "--resume", "auto")
+    assert "no checkpoint there yet, starting at step 0" in capsys.readouterr().out
+
+
+def test_resume_keeps_run_id_and_directory_and_pinned_version(tmp_path, capsys):
+    table = make_table(tmp_path / "db", documents(120))
+    tokenize_corpus.main(["--db", str(tmp_path / "db"), "--workers", "0"])
+    go(tmp_path / "db", "--steps", "2")
+    (run_dir,) = Path("runs").iterdir()
+    table.checkout_latest()
+    version = table.version
+    table.add(pa.table({"id": pa.array([500]), "text": ["later"]}))
+    go(tmp_path / "db", "--steps", "4", "--resume", "auto")
+    assert list(Path("runs").iterdir()) == [run_dir] and len(losses(run_dir)) == 4
+    record = json.loads(next(Path("checkpoints").glob("*/step_00000004/*.json")).read_text())
+    assert record["run_id"] == run_dir.name and record["table_version"] == version
+
+
+def test_fresh_start_over_checkpoints_is_refused(corpus):
+    go(corpus, "--steps", "1", "--ckpt-dir", "c")
+    assert "--resume auto" in refusal("--db", str(corpus), "--steps", "1", "--ckpt-dir", "c")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--seq-len", "32"), "--seq-len was 64, is 32"),
+        (("--filter", "id > 5"), "--filter, --min-score, --val-filter was NOT"),
+        (("--shuffle-seed", "7"), "--shuffle-seed was 42, is 7"),
+    ],
+)
+def test_resume_of_another_run_lists_old_and_new(corpus, flags, words):
+    go(corpus, "--steps", "1", "--ckpt-dir", "c")
+    line = refusal("--db", str(corpus), "--steps", "2", "--resume", "c/step_00000001", *flags)
+    assert words in line
+
+
+def test_damaged_checkpoint_is_refused_by_file_name(corpus):
+    go(corpus, "--steps", "1", "--ckpt-dir", "c")
+    (shard,) = Path("c/step_00000001").glob("*.safetensors")
+    flags = ("--db", str(corpus), "--steps", "2", "--resume", "c/step_00000001")
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert f"{shard.name} is damaged (checksum differs)" in refusal(*flags)
+    shard.write_bytes(whole[:-1])
+    assert f"{shard.name} is damaged" in refusal(*flags)
+    shard.unlink()
+    assert f"{shard.name} is damaged (None bytes" in refusal(*flags)
+    assert "no complete checkpoint" in refusal(*flags[:-1], "c/step_00000009")
+
+
+# -----------------------------------------------------------------------------
+# several ranks
+
+
+@pytest.mark.slow
+def test_two_ranks_train_save_and_resume_like_one(corpus, tmp_path):
+    shared = ("--db", str(corpus), *SMALL, "--num-splits", "4", "--log-every", "1")
+    one = (*shared, "--steps", "4", "--run-dir", "one")
+    assert run("train.py", *one, cwd=tmp_path).returncode == 0
+    two = (*shared, "--batch-size", "2", "--run-dir", "two", "--ckpt-dir", "c")
+    for steps, resume in (("2", ()), ("4", ("--resume", "auto"))):
+        flags = ("--steps", steps, "--lr-total-steps", "4", *resume)
+        done = torchrun(2, "train.py", *two, *flags, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert losses("two") == pytest.approx(losses("one"), abs=1e-5)
+    assert len(list(Path("c/step_00000004").glob("*.safetensors"))) == 2
+    (a, b) = ([r for r in records(d) if "val_loss" in r][-1] for d in ("one", "two"))
+    assert b["val_loss"] == pytest.approx(a["val_loss"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_refusal_under_torchrun_is_one_line_of_ours(corpus, tmp_path):
+    flags = ("--db", str(corpus), *SMALL, "--steps", "1", "--global-batch", "1")
+    done = torchrun(2, "train.py", *flags, cwd=tmp_path)
+    ours = "--global-batch 1 on 2 ranks leaves ranks without a block: give at least 2"
+    assert done.returncode != 0 and done.stderr.count(ours) == 1
+    assert not Path("runs").exists() and not Path("checkpoints").exists()
+
+
+# -----------------------------------------------------------------------------
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--filter", "bogus > 1"), "--filter: (bogus > 1): "),
+        (("--filter", "id < 0"), "the filter leaves no row of 300"),
+        (("--tokenizer", "bpe:/nowhere.json"), "--tokenizer bpe:/nowhere.json: cannot load it"),
+        (("--table", "other"), "no table 'other'"),
+        (("--global-batch", "6"), "--global-batch 6 must be"),
+        (("--num-splits", "3"), "--num-splits 3 must be a multiple of"),
+        (("--blocks-per-epoch", "ten"), "--blocks-per-epoch ten: give auto or a multiple of 4"),
+        (("--seq-len", "60000"), "no step to train: an epoch has 0 blocks, a step takes 4"),
+        (("--device", "cuda"), "--device cuda"),
+        (("--resume", "nowhere"), "--resume nowhere: no complete checkpoint"),
+        (("--wandb", "p"), "--wandb needs the package: pip install wandb"),
+    ],
+)
+def test_bad_flag_is_refused_in_one_line(corpus, flags, words):
+    assert words in refusal("--db", str(corpus), "--steps", "0", *flags)
+    assert not Path("checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--epochs", "0"), ("--batch-size", "0"), ("--steps", "-1"), ("--blocks-mode", "lance")],
+)
+def test_bad_number_is_refused_in_one_line(corpus, capsys, flags):
+    with pytest.raises(SystemExit) as refused:
+        go(corpus, *flags)
+    message = capsys.readouterr().err
+    assert refused.value.code == 2 and flags[0] in message and message.count("\n") == 1
+
+
+def test_missing_database_names_the_command_to_build_one(tmp_path):
+    line = refusal("--db", str(tmp_path / "none"), "--steps", "1")
+    assert "python scripts/ingest.py --db" in line and not (tmp_path / "none").exists()
+    assert "LanceDB Cloud" in refusal("--db", "db://corp", "--steps", "1")
+
+
+def test_tokenizer_of_another_table_is_refused_with_both_identities(tmp_path):
+    ids = pa.array([[1, 2, 3]] * 300)
+    make_table(tmp_path / "db", documents(300), input_ids=ids)
+    tokenize_corpus.main(["--db", str(tmp_path / "db"), "--count-only"])
+    go(tmp_path / "db", "--steps", "1", "--run-dir", "r")  # nobody says who wrote it
+    assert "does not say who wrote it: trusting --tokenizer byte" in Path("r/train.log").read_text()
+    from scripts import train_tokenizer
+
+    train_tokenizer.main(["--db", str(tmp_path / "db"), "--vocab-size", "300"])
+    tokenize_corpus.main(
+        ["--db", str(tmp_path / "db"), "--workers", "0", "--overwrite"]
+        + ["--tokenizer", "bpe:tokenizer.json"]
+    )
+    line = refusal("--db", str(tmp_path / "db"), "--steps", "1")
+    assert "vocab_size=300" in line and "vocab_size=257" in line
+    assert "use --tokenizer bpe:tokenizer.json" in line
+
+
+@pytest.mark.parametrize("bad", [257, 70_000, -1])
+def test_id_outside_the_vocabulary_stops_the_run(tmp_path, bad):
+    ids = pa.array([[1, 2, bad]] * 300, pa.list_(pa.int32()))
+    make_table(tmp_path / "db", documents(300), input_ids=ids)
+    tokenize_corpus.main(["--db", str(tmp_path / "db"), "--count-only"])
+    line = refusal("--db", str(tmp_path / "db"), "--steps", "2", "--val-filter", "id < 0")
+    assert f"token id {bad}, outside the 257 ids of --tokenizer byte" in line
+
+
+def test_run_directory_that_cannot_be_written_is_refused(corpus):
+    Path("file").write_text("in the way")
+    line = refusal("--db", str(corpus), "--steps", "1", "--run-dir", "file")
+    assert line.startswith("--run-dir file: ")
+    line = refusal("--db", str(corpus), "--steps", "1", "--ckpt-dir", "file/c")
+    assert "file/c" in line
+
+
+def test_out_of_memory_names_the_batch_size(corpus, tmp_path):
+    """A real allocation failure: the address space is capped before training starts."""
+    code = (
+        "import resource, sys; sys.path.insert(0, sys.argv[1]); import train\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30),) * 2)\n"
+        "train.main(sys.argv[2:])"
+    )
+    flags = ["--db", str(corpus), "--batch-size", "64", "--seq-len", "512", "--steps", "1"]
+    flags += ["--model", "small", "--num-splits", "1", "--blocks-per-epoch", "100", "--pack"]
+    command = [sys.executable, "-c", code, str(ROOT), *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("out of memory: lower --batch-size 64"), last
+
+
+# -----------------------------------------------------------------------------
+# the smoke command and the flags
+
+
+@pytest.mark.slow
+def test_smoke_command_builds_the_demo_corpus_once(tmp_path):
+    smoke = ("train.py", "--model", "tiny", "--steps", "2", "--batch-size", "2")
+    smoke += ("--seq-len", "64", "--eval-batches", "1")
+    first = run(*smoke, cwd=tmp_path, timeout=290)
+    assert first.returncode == 0, first.stderr
+    assert "building the demo corpus in ./lance_pretrain_db" in first.stdout
+    again = run(*smoke, cwd=tmp_path)
+    assert again.returncode == 0 and "building" not in again.stdout
+    assert len(os.listdir("runs")) >= 2 and not Path("lance_pretrain_db.partial").exists()
+
+
+def test_flags_have_the_missions_names_and_defaults():
+    flags = train.flag_parser().parse_args([])
+    expected = {
+        "tokenizer": "byte", "model": "tiny", "seq_len": 512, "batch_size": 8, "pack": False,
+        "num_splits": 0, "shuffle_seed": 42, "min_score": 1.0, "blocks_per_epoch": "",
+        "num_workers": 0, "mp_context": "forkserver", "read_batch_size": 8, "io_queue_depth": 1,
+        "transform_parallelism": 2, "transform_queue_depth": 0, "grad_accum": 1, "epochs": 1,
+        "steps": 0, "lr": 6e-4, "warmup_steps": 200, "lr_total_steps": 0, "compile": False,
+        "compile_mode": "default", "log_every": 10, "eval_every": 0, "eval_batches": 8,
+        "ckpt_every": 100, "resume": "", "blocks_mode": "off", "blocks_path": "",
+        "weight_decay": 0.1, "grad_clip": 1.0, "seed": 1234, "min_lr_ratio": 0.0, "filter": "",
+        "global_batch": 0, "loader": "lancedb", "device": "auto", "id_column": "id",
+        "text_column": "text", "tokens_column": "input_ids",
+    }  # fmt: skip
+    assert {name: getattr(flags, name) for name in expected} == expected
+    assert all(hasattr(flags, name) for name in ("db", "table", "val_filter", "dist_timeout"))
