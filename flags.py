@@ -3,21 +3,17 @@
 import argparse
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         """The help, with the default where there is one to speak of."""
         return super()._get_help_string(action) if action.default else action.help
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with its default values in the help, and errors that are one line."""
+    """argparse that shows the module's docstring and the defaults, and has errors of one line."""
 
-    def __init__(self, doc: str | None) -> None:
-        super().__init__(
-            description=doc,
-            usage="%(prog)s [flags]",
-            formatter_class=_Help,
-        )
+    def __init__(self, doc: str | None, usage: str = "%(prog)s [flags]") -> None:
+        super().__init__(description=doc, usage=usage, formatter_class=_Help)
 
     def error(self, message: str) -> None:
         self.exit(2, f"{self.prog}: {message} (see --help)\n")

@@ -1,7 +1,8 @@
 """Pretrain a GPT from one LanceDB table.
 
-python train.py --model tiny --steps 40                 # one CPU process, demo corpus
-torchrun --nproc-per-node 8 train.py --db DB --pack     # one node, eight GPUs
+On one CPU process with the demo corpus, or on all GPUs of a node:
+    python train.py --model tiny --steps 40
+    torchrun --nproc-per-node 8 train.py --db DB --pack
 """
 
 import argparse
@@ -10,6 +11,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,7 +34,7 @@ MODULES = (common, model, blocks_loaders, engine, checkpoints, metrics, hardware
 
 
 def flag_parser() -> Parser:
-    parser = Parser(__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     group = parser.add_argument_group("run")
     group.add_argument("--steps", type=not_negative, default=0, help="length, optimizer steps")
     group.add_argument("--epochs", type=positive, default=1, help="length where --steps is 0")
@@ -82,60 +84,59 @@ def train(
     log = start_log(args, data, plan, origin, trainer, world, notices)
     if origin.step >= plan.steps:
         log.say(f"nothing to do: {origin.step:,} of {plan.steps:,} steps are done")
-        return {}
 
     token_bytes = torch.from_numpy(data.tokenizer.token_bytes()).to(device)
     flops = trainer.model.flops_per_token()  # per token
     peak = hardware.device_peak_flops(device)  # per second and rank, None where not known
     totals = torch.tensor([origin.tokens, origin.skipped], dtype=torch.float64, device=device)
     meter, result = metrics.Meter(device, origin.tokens), {}
-    steps = stream.steps()
+    with closing(log), closing(stream):
+        steps = stream.steps()
+        for step in range(origin.step + 1, plan.steps + 1):
+            lr = engine.learning_rate(step, **plan.schedule)
+            with meter.wait():
+                batches = next(steps)
+            for batch in batches:
+                trainer.micro_step(batch)
+            stats = trainer.update(lr)
+            totals += torch.stack([stats["tokens"], stats["skipped"]])
 
-    for step in range(origin.step + 1, plan.steps + 1):
-        lr = engine.learning_rate(step, **plan.schedule)
-        with meter.wait():
-            batches = next(steps)
-        for batch in batches:
-            trainer.micro_step(batch)
-        stats = trainer.update(lr)
-        totals += torch.stack([stats["tokens"], stats["skipped"]])
+            if step == origin.step + 1 and args.compile:
+                meter.restart(totals[0].item())  # compiling is not throughput
+            if step % args.log_every == 0 or step == plan.steps:
+                numbers = torch.stack([*totals, stats["loss"], stats["grad_norm"]])
+                tokens, skipped, loss, grad_norm = numbers.tolist()  # the one wait for the device
+                rate = meter.tokens_per_second(tokens)
+                values = {
+                    "step": step,
+                    "epoch": stream.epoch,
+                    "tokens": int(tokens),
+                    "loss": loss,
+                    "lr": lr,
+                    "grad_norm": grad_norm,
+                    "tokens_per_second": rate,
+                    "mfu": rate * flops / (peak * world.size) if peak else None,
+                    "data_wait_share": meter.wait_share(),
+                    "skipped": int(skipped),
+                    "memory_bytes": metrics.peak_memory(device),
+                }
+                log.record(values)
+                eta = meter.eta(step - origin.step, plan.steps - step)
+                log.say(metrics.step_line(values, plan.steps, eta))
+                meter.restart(tokens)
+            if step == plan.steps or (args.ckpt_every and step % args.ckpt_every == 0):
+                with meter.pause():
+                    record = snapshot(args, data, plan, origin, stream, totals)
+                    path = checkpoints.save(
+                        origin.checkpoints, step, trainer.tensors(), record, world
+                    )
+                    log.say(f"step {step}: saved {path}")
+            if step == plan.steps or (args.eval_every and step % args.eval_every == 0):
+                with meter.pause():
+                    result = trainer.validate(validation, token_bytes)
+                    log.record({"step": step, **{f"val_{k}": v for k, v in result.items()}})
+                    log.say(metrics.validation_line(step, result))
 
-        if step == origin.step + 1 and args.compile:
-            meter.restart(totals[0].item())  # compiling is not throughput
-        if step % args.log_every == 0 or step == plan.steps:
-            numbers = torch.stack([*totals, stats["loss"], stats["grad_norm"]])
-            tokens, skipped, loss, grad_norm = numbers.tolist()  # the one wait for the device
-            rate = meter.tokens_per_second(tokens)
-            values = {
-                "step": step,
-                "epoch": stream.epoch,
-                "tokens": int(tokens),
-                "loss": loss,
-                "lr": lr,
-                "grad_norm": grad_norm,
-                "tokens_per_second": rate,
-                "mfu": rate * flops / (peak * world.size) if peak else None,
-                "data_wait_share": meter.wait_share(),
-                "skipped": int(skipped),
-                "memory_bytes": metrics.peak_memory(device),
-            }
-            log.record(values)
-            eta = meter.eta(step - origin.step, plan.steps - step)
-            log.say(metrics.step_line(values, plan.steps, eta))
-            meter.restart(tokens)
-        if step == plan.steps or (args.ckpt_every and step % args.ckpt_every == 0):
-            with meter.pause():
-                record = snapshot(args, data, plan, origin, stream, totals)
-                path = checkpoints.save(origin.checkpoints, step, trainer.tensors(), record, world)
-                log.say(f"step {step}: saved {path}")
-        if step == plan.steps or (args.eval_every and step % args.eval_every == 0):
-            with meter.pause():
-                result = trainer.validate(validation, token_bytes)
-                log.record({"step": step, **{f"val_{k}": v for k, v in result.items()}})
-                log.say(metrics.validation_line(step, result))
-
-    stream.close()
-    log.close()
     return result
 
 

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
+from flags import Parser, not_negative
 from scripts import curate_report, dedup, quality
 from scripts.columns import BATCH_ROWS, count_unfilled, fill_columns
 from scripts.parallel import WorkerPool
@@ -31,7 +32,7 @@ PIECE_BYTES = 1 << 20  # text per task: small against a slice of columns.py, lar
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     common.add_table_arguments(parser)
     group = parser.add_argument_group("curation")
     group.add_argument("--report", type=Path, default=Path("runs/curate"), help="its directory")
@@ -39,15 +40,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--min-score", type=float, default=1.0, help="threshold shown in the report (train.py's)"
     )
     group.add_argument(
-        "--workers",
-        type=int,
-        default=os.cpu_count(),
-        help="processes that hash and score; 0: none but this one (default: one per CPU)",
+        "--workers", type=not_negative, default=os.cpu_count(), help="processes (0: this one)"
     )
-    args = parser.parse_args(argv)
-    if args.workers < 0:
-        raise SystemExit(f"--workers {args.workers}: give 0 (this process) or more")
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -20,7 +20,7 @@ from flags import Parser, positive
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser(__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     parser.add_argument("--checkpoint", default="auto", help="checkpoint directory (auto: newest)")
     parser.add_argument("--ckpt-dir", help="where auto looks")
     parser.add_argument("--prompt", default="The ", help="text to continue")
@@ -33,9 +33,7 @@ def main(argv: list[str] | None = None) -> None:
 
     path = checkpoints.find(args.checkpoint, args.ckpt_dir)
     if path is None:
-        raise SystemExit(
-            "no checkpoint yet: train one with `python train.py` or name --checkpoint"
-        )
+        raise SystemExit("no checkpoint yet: train one with `python train.py` or name --checkpoint")
     device = hardware.choose_device(args.device, local_rank=0)
     gpt, codec = load(path, device)
     ids = codec.encode(pa.array([args.prompt])).to_pylist()[0] or [codec.eos_id]

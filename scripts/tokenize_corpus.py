@@ -30,7 +30,7 @@ N_TOKENS = pa.field("n_tokens", pa.int32())  # NULL: not tokenized yet
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser(__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     common.add_table_arguments(parser)
     group = parser.add_argument_group("tokens")
     group.add_argument(

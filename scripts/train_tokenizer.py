@@ -21,7 +21,7 @@ MIN_VOCABULARY = 257  # every byte, and the end of text
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser(__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     common.add_table_arguments(parser)
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--vocab-size", type=positive, default=16384, help="ids, EOS included")

@@ -350,7 +350,6 @@ def test_an_interrupted_run_is_continued(tmp_path, how):
         ({"id": [1, None], "text": ["a", "b"]}, (), r"1 rows .* no 'id': see --id-column"),
         ({"id": [1], "text": ["a"], "score": ["hi"]}, (), r"'score' .* is string"),
         ({"id": [1], "text": ["a"], "is_dup": [0]}, (), r"'is_dup' .* is int64"),
-        ({"id": [1], "text": ["a"]}, ("--workers", "-1"), r"--workers -1: give 0"),
     ],
 )
 def test_a_table_that_does_not_fit_is_refused_in_one_line(tmp_path, data, flags, message):

@@ -324,7 +324,7 @@ def test_out_of_memory_names_the_batch_size(corpus, tmp_path):
     code = (
         "import resource, sys; sys.path.insert(0, sys.argv[1]); import train\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30),) * 2)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + (6 << 30),) * 2)\n"
         "train.main(sys.argv[2:])"
     )
     flags = ["--db", str(corpus), "--batch-size", "64", "--seq-len", "512", "--steps", "1"]
