@@ -22,7 +22,7 @@ demo: $(VENV)/.installed  ## build a table, train, evaluate, sample: 5 minutes o
 	$(PY) scripts/ingest.py stdlib
 	$(PY) scripts/curate.py
 	$(PY) scripts/tokenize_corpus.py
-	$(PY) train.py --model tiny --pack --steps 300
+	$(PY) train.py --model tiny --pack --steps 500 --lr 3e-3 --warmup-steps 50
 	$(PY) scripts/sample.py --prompt "The "
 
 test: $(VENV)/.installed-dev  ## run all tests

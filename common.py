@@ -233,12 +233,12 @@ def funnel(table: lancedb.table.Table, terms: list[Term]) -> tuple[int, list[Sta
 
 def funnel_lines(total: int, stages: list[Stage]) -> list[str]:
     """The funnel as printable lines, with the command that fills NULLs where there are any."""
-    lines = [f"funnel         {total:>14,} rows"]
+    lines = [f"{'funnel':<15}{'all rows':<24}{total:>14,}"]
     for stage in stages:
         note = ""
         if stage.nulls:
             note = f"   {stage.nulls:,} NULL dropped: fill with python {stage.term.mend}"
-        lines.append(f"  {stage.term.label:<22} {stage.rows:>6,}{note}")
+        lines.append(f"{'':<15}{stage.term.label:<24}{stage.rows:>14,}{note}")
     return lines
 
 

@@ -1,0 +1,83 @@
+"""Meters and logs: throughput that tells the truth, records that occur once."""
+
+import json
+import math
+import time
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from metrics import Meter, RunLog, cut_back, duration, human, step_line
+
+CPU = torch.device("cpu")
+
+
+def test_paused_time_is_not_in_the_throughput():
+    meter = Meter(CPU, tokens=1000)
+    time.sleep(0.05)
+    with meter.pause():
+        time.sleep(0.2)
+    assert 0.05 <= meter.elapsed() < 0.2
+    assert meter.tokens_per_second(2000) == pytest.approx(1000 / meter.elapsed(), rel=0.05)
+
+
+def test_waiting_is_a_share_of_the_interval():
+    meter = Meter(CPU, tokens=0)
+    with meter.wait():
+        time.sleep(0.1)
+    assert meter.wait_share() > 0.8
+    meter.restart(10)
+    time.sleep(0.01)
+    assert meter.wait_share() == 0 and meter.tokens == 10
+
+
+def test_resume_cuts_metrics_back_to_the_checkpoint(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": s, "loss": 1.0}) for s in (1, 2, 3, 4)]
+    path.write_text("\n".join(lines) + '\n{"step": 5, "lo')  # torn by a crash
+    cut_back(path, 2)
+    assert path.read_text() == "\n".join(lines[:2]) + "\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_records_reach_the_file_and_tensorboard(tmp_path):
+    log = RunLog(tmp_path / "run")
+    log.record({"step": 1, "loss": 2.5, "mfu": None, "skipped": 0})
+    log.record({"step": 2, "loss": math.nan})
+    log.close()
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert rows == [
+        {"step": 1, "loss": 2.5, "mfu": None, "skipped": 0},
+        {"step": 2, "loss": None},  # JSON has no NaN
+    ]
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    assert events.Scalars("loss")[0].value == 2.5 and "mfu" not in events.Tags()["scalars"]
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    log = RunLog(tmp_path / "run", is_main=False)
+    log.say("hello")
+    log.record({"step": 1})
+    log.write_json("x.json", {})
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_step_line_has_mfu_only_where_it_is_known():
+    values = {
+        "step": 3, "epoch": 0, "tokens": 10, "loss": 1.5, "lr": 1e-3, "grad_norm": 0.5,
+        "tokens_per_second": 12_345.0, "mfu": None, "data_wait_share": 0.021, "skipped": 0,
+        "memory_bytes": 1_500_000_000,
+    }  # fmt: skip
+    line = step_line(values, 10, 65)
+    assert line.startswith("step 3/10  epoch 0  loss 1.5000") and "mfu" not in line
+    assert "12.3k tok/s  wait 2.1%  mem 1.5GB  eta 1m05s" in line
+    assert "mfu 43.2%" in step_line(values | {"mfu": 0.432}, 10, 65)
+    assert step_line(values | {"skipped": 2}, 10, 65).endswith("skipped 2")
+
+
+def test_numbers_for_people():
+    assert [human(n) for n in (0, 999, 1234, 999_999, 2.5e9)] == ["0", "999", "1.23k", "1M", "2.5G"]
+    assert [duration(s) for s in (7.4, 185, 3720)] == ["7s", "3m05s", "1h02m"]
