@@ -20,6 +20,7 @@ from lancedb.streaming import StreamingDataLoader, StreamingDataset
 
 from distributed import World
 from flags import not_negative, positive
+from tokenizer import Tokenizer
 
 Batch = dict[str, torch.Tensor]
 
@@ -27,6 +28,7 @@ Batch = dict[str, torch.Tensor]
 # off by one; this one no token column of up to 32 bits can hold.
 PAD_ID = -(1 << 40)
 
+ELASTIC_FLAGS = ("--shuffle-clump", "--no-shuffle", "--prefetch-mb")
 LANCEDB_FLAGS = (
     "--num-workers",
     "--mp-context",
@@ -52,15 +54,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--pack", action="store_true", help="pack documents into full blocks")
     group.add_argument("--shuffle-seed", type=int, default=42, help="order of the documents")
     group = parser.add_argument_group("loader")
-    group.add_argument("--loader", choices=["lancedb"], default="lancedb")
-    group.add_argument("--num-splits", type=not_negative, default=0, help="0: batch size x ranks")
+    group.add_argument("--loader", choices=["elastic", "lancedb"], default="elastic")
+    group.add_argument(
+        "--num-splits",
+        type=not_negative,
+        default=0,
+        help="lanes an epoch is cut into (0: elastic 64, lancedb batch size x ranks)",
+    )
     group.add_argument(
         "--blocks-per-epoch",
         default="",
-        help="caps an epoch, blocks (empty: exact from n_tokens; auto: lancedb's estimate)",
+        help="caps an epoch, blocks (empty: all there are; auto: lancedb's estimate)",
     )
     group.add_argument(
-        "--num-workers", type=not_negative, default=0, help="loader processes per rank"
+        "--num-workers", type=not_negative, default=0, help="lancedb: loader processes per rank"
     )
     group.add_argument("--mp-context", choices=["forkserver", "spawn"], default="forkserver")
     group.add_argument("--read-batch-size", type=positive, default=8, help="lancedb: rows per take")
@@ -85,10 +92,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def without_effect(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
     """Flags that were given and that the chosen loader does not read."""
-    unread = list(LANCEDB_FLAGS) if args.loader != "lancedb" else []
+    unread = [*(ELASTIC_FLAGS if args.loader == "lancedb" else LANCEDB_FLAGS)]
     if args.blocks_mode == "off":
         unread.append("--blocks-path")
-    if not args.pack:
+    if args.loader == "lancedb" and not args.pack:
         unread.append("--blocks-per-epoch")
     names = {flag: flag.removeprefix("--").replace("-", "_") for flag in unread}
     return [flag for flag, name in names.items() if getattr(args, name) != parser.get_default(name)]
@@ -106,19 +113,18 @@ class LanceDBStream:
         self,
         table: lancedb.table.Table,
         args: argparse.Namespace,
-        *,
         where: str,
-        eos_id: int,
-        vocab_size: int,
-        accumulation: int,
+        tokenizer: Tokenizer,
+        *,
+        global_batch: int,
         world: World,
     ) -> None:
-        self.table, self.args, self.world = table, args, world
-        self.where, self.eos_id, self.vocab_size = where, eos_id, vocab_size
-        self.accumulation = accumulation
+        self.table, self.args, self.world, self.where = table, args, world, where
+        self.eos_id, self.vocab_size = tokenizer.eos_id, tokenizer.vocab_size
+        self.global_batch = global_batch
+        self.accumulation = global_batch // (args.batch_size * world.size)
         self.num_splits = args.num_splits or args.batch_size * world.size
         self._check_splits()
-        self.global_batch = args.batch_size * world.size * accumulation
         self.epoch, self.steps_done, self._resume_state = 0, 0, None
         self.dataset, self._running = None, None
         self.blocks_per_epoch = self._count_blocks()
@@ -145,6 +151,8 @@ class LanceDBStream:
             "loader": "lancedb",
             "world_size": self.world.size,
             "global_batch": self.global_batch,
+            "where": self.where,
+            "pack": self.args.pack,
             "epoch": self.epoch,
             "steps_done": self.steps_done,
             "dataset": dataset,
@@ -155,6 +163,8 @@ class LanceDBStream:
             ("loader", "lancedb"),
             ("world_size", self.world.size),
             ("global_batch", self.global_batch),
+            ("where", self.where),
+            ("pack", self.args.pack),
         ):
             if state[field] != ours:
                 raise SystemExit(
@@ -258,10 +268,10 @@ class LanceDBStream:
                 f"ranks x {max(workers, 1)} workers and divide {batch} blocks x {world} ranks: "
                 f"change --num-splits, --batch-size or --num-workers"
             )
-        if self.args.global_batch not in (0, batch * world * self.accumulation):
+        if self.global_batch != batch * world * self.accumulation:
             raise SystemExit(
-                f"--loader lancedb: --global-batch {self.args.global_batch} must be "
-                f"{batch} blocks x {world} ranks x --grad-accum"
+                f"--loader lancedb: --global-batch {self.global_batch} must be a multiple of "
+                f"--batch-size {batch} x {world} ranks"
             )
 
     def _count_blocks(self) -> int:

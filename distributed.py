@@ -1,9 +1,10 @@
 """The ranks of a run: joining, leaving, and failing together."""
 
 import os
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+PATIENCE = timedelta(days=7)  # for a rank that is late: see Board
 
 
 @dataclass(frozen=True)
@@ -21,26 +24,41 @@ class World:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    board: "Board | None" = field(default=None, compare=False, repr=False)  # from join()
 
     @property
     def is_main(self) -> bool:
         """Whether this rank prints and writes what is written once."""
         return self.rank == 0
 
+    def gather(self, value: T) -> list[T]:
+        """Every rank's ``value``, in rank order, on all ranks. All ranks call it, in one order."""
+        return [value] if self.board is None else self.board.gather(value)
+
     def broadcast(self, value: T) -> T:
-        """The main rank's ``value``, on all ranks. A collective call."""
-        if self.size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        """The main rank's ``value``, on all ranks. All ranks call it, in one order."""
+        return self.gather(value if self.is_main else None)[0]
+
+
+class Board:
+    """Values passed between ranks through the store of their rendezvous.
+
+    Not a collective of the process group: it holds up no device, and a rank may be as late as it
+    takes to build something, however short ``--dist-timeout`` is. Ranks that die are torchrun's
+    business, which then ends the others.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self.store, self.rank, self.size, self.rounds = store, rank, size, 0
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's ``value``, in rank order, on all ranks. A collective call."""
-        if self.size == 1:
-            return [value]
-        values: list = [None] * self.size
-        dist.all_gather_object(values, value)
+        keys = [f"{self.rounds}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], pickle.dumps(value))
+        self.store.wait(keys, PATIENCE)
+        values = [pickle.loads(self.store.get(key)) for key in keys]
+        if self.rounds:  # whoever wrote this round has read the last one
+            self.store.delete_key(f"{self.rounds - 1}/{self.rank}")
+        self.rounds += 1
         return values
 
 
@@ -51,7 +69,7 @@ def agreed(world: World, doing: str = "") -> Iterator[None]:
     Nobody then waits in a later collective for a rank that is gone. The main rank raises SystemExit
     with the one line that a user sees, the others exit silently; an error that is not the user's
     (neither SystemExit nor OSError) keeps its traceback on the rank where it happened. ``doing`` is
-    put before an OSError. The block must not contain a collective call that a failure could skip.
+    put before an OSError. A collective call inside must fail on all ranks or on none.
     """
     failure: BaseException | None = None
     try:
@@ -95,7 +113,7 @@ def world_from_environ(environ: Mapping[str, str] = os.environ) -> World:
     )
 
 
-def join(world: World, device: torch.device, timeout_s: float) -> None:
+def join(world: World, device: torch.device, timeout_s: float) -> World:
     """Join the process group, or none without RANK. SystemExit if the ranks cannot meet.
 
     nccl (RCCL on ROCm) or gloo; ``timeout_s`` seconds bounds the rendezvous and each collective.
@@ -103,10 +121,19 @@ def join(world: World, device: torch.device, timeout_s: float) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # first, or every rank opens a context on GPU 0
     if "RANK" not in os.environ:
-        return
+        return world
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    timeout = timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device_id)
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timeout,
+            device_id=device_id,
+        )
     except (dist.DistNetworkError, dist.DistStoreError, ValueError) as error:
         where = " ".join(f"{n}={os.environ.get(n)}" for n in ("MASTER_ADDR", "MASTER_PORT"))
         reason = " ".join(str(error).split())
@@ -114,6 +141,8 @@ def join(world: World, device: torch.device, timeout_s: float) -> None:
             f"rank {world.rank} cannot meet the others at {where} ({reason}): "
             "choose a free port with torchrun --master-port or --rdzv-endpoint HOST:PORT"
         ) from None
+    board = Board(dist.PrefixStore("board", store), world.rank, world.size)
+    return replace(world, board=board if world.size > 1 else None)
 
 
 def leave() -> None:

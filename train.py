@@ -22,6 +22,7 @@ import blocks_loaders
 import checkpoints
 import common
 import distributed
+import elastic
 import engine
 import hardware
 import metrics
@@ -30,7 +31,7 @@ import tokenizer
 from distributed import World, agreed
 from flags import Parser, not_negative, positive
 
-MODULES = (common, model, blocks_loaders, engine, checkpoints, metrics, hardware)
+MODULES = (common, model, blocks_loaders, elastic, engine, checkpoints, metrics, hardware)
 
 
 def flag_parser() -> Parser:
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
         notices.append(f"without effect here: {', '.join(unread)}")
     torch.set_num_threads(hardware.cpu_threads(world.local_size) or torch.get_num_threads())
     device = hardware.choose_device(args.device, world.local_rank)
-    distributed.join(world, device, args.dist_timeout)
+    world = distributed.join(world, device, args.dist_timeout)
     try:
         train(args, device, world, notices)
     except RuntimeError as error:
@@ -235,18 +236,13 @@ def plan_run(
                 f"give at least {world.size}"
             )
         accumulation = -(-size // at_once)
-        stream = blocks_loaders.LanceDBStream(
-            data.table,
-            args,
-            where=data.where,
-            eos_id=data.tokenizer.eos_id,
-            vocab_size=data.tokenizer.vocab_size,
-            accumulation=accumulation,
-            world=world,
+        loader = elastic.ElasticStream if args.loader == "elastic" else blocks_loaders.LanceDBStream
+        stream = loader(
+            data.table, args, data.where, data.tokenizer, global_batch=size, world=world
         )
         blocks = stream.blocks_per_epoch
         steps = args.steps or args.epochs * blocks // size
-        if steps == 0 or blocks < size:
+        if steps == 0 or blocks == 0 or (args.loader == "lancedb" and blocks < size):
             raise SystemExit(
                 f"no step to train: an epoch has {blocks:,} blocks, a step takes {size:,}: lower "
                 "--batch-size, --grad-accum, --global-batch or --seq-len, or train on more data"
@@ -315,10 +311,6 @@ def meaning_of(args: argparse.Namespace, data: Data, config: model.GPTConfig) ->
         "--model": f"{args.model} {config.n_layer}x{config.n_embd}",
         "--seq-len": config.seq_len,
         "--tokenizer": f"{t.vocab_size} ids, EOS {t.eos_id}, fingerprint {t.fingerprint}",
-        "--filter, --min-score, --val-filter": data.where,
-        "--pack": args.pack,
-        "--shuffle-seed": args.shuffle_seed,
-        "--tokens-column": args.tokens_column,
     }
 
 

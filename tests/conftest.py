@@ -9,11 +9,12 @@ import lancedb
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from scripts import tokenize_corpus  # noqa: E402
+# One thread each: the models are tiny, and threads of several processes would wait for one another.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 
 
 def documents(n: int, seed: int = 0, longest: int = 400) -> list[str]:
@@ -34,9 +35,17 @@ def make_table(path: Path, texts: list[str], **columns: pa.Array) -> lancedb.tab
 def corpus(tmp_path_factory) -> Path:
     """A database whose table ``corpus`` holds 300 tokenized documents."""
     path = tmp_path_factory.mktemp("corpus") / "db"
+    from scripts import tokenize_corpus
+
     make_table(path, documents(300))
     tokenize_corpus.main(["--db", str(path), "--workers", "0"])
     return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plan_cache(tmp_path_factory):
+    """The tests' own plan cache, also for the programs that they start."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 def run(*command: str, cwd: Path, timeout: float = 240, **environ: str):

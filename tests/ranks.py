@@ -26,6 +26,7 @@ from blocks_loaders import LanceDBStream
 from distributed import World, agreed
 from engine import Engine
 from model import GPT, GPTConfig
+from tokenizer import ByteTokenizer
 
 CONFIG = GPTConfig(vocab_size=97, seq_len=16, n_layer=2, n_head=2, n_embd=32)
 G = 7  # blocks of a global batch: divisible by 1 and 7 ranks only
@@ -182,10 +183,9 @@ def lancedb_stream(world: World, corpus: Path) -> dict:
             stream = LanceDBStream(
                 common.open_table(args),
                 args,
-                where="id % 100 != 0",
-                eos_id=256,
-                vocab_size=257,
-                accumulation=1,
+                "id % 100 != 0",
+                ByteTokenizer(),
+                global_batch=args.batch_size * world.size,
                 world=world,
             )
             steps, hashes = stream.steps(), []
@@ -217,7 +217,7 @@ CHECKS = (
 
 def main() -> None:
     world = distributed.world_from_environ()
-    distributed.join(world, torch.device("cpu"), 120)
+    world = distributed.join(world, torch.device("cpu"), 120)
     torch.set_num_threads(1)
     results = {}
     for check in CHECKS:

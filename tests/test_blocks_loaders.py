@@ -11,17 +11,17 @@ import train
 from blocks_loaders import DocumentBlocks, LanceDBStream
 from distributed import World
 from tests.conftest import documents
+from tokenizer import ByteTokenizer
 
 
-def open_stream(corpus, *flags: str, accumulation: int = 1) -> LanceDBStream:
+def open_stream(corpus, *flags: str) -> LanceDBStream:
     args = train.flag_parser().parse_args(["--db", str(corpus), "--seq-len", "64", *flags])
     return LanceDBStream(
         common.open_table(args),
         args,
-        where="id % 100 != 0",
-        eos_id=256,
-        vocab_size=257,
-        accumulation=accumulation,
+        "id % 100 != 0",
+        ByteTokenizer(),
+        global_batch=args.global_batch or args.batch_size,
         world=World(),
     )
 
@@ -63,7 +63,7 @@ def test_row_mode_epoch_is_the_filtered_documents_once_each(corpus):
 
 
 def test_packed_blocks_hold_documents_joined_by_eos(corpus):
-    batches = epoch(open_stream(corpus, "--pack", "--batch-size", "2", accumulation=2))
+    batches = epoch(open_stream(corpus, "--pack", "--batch-size", "2", "--global-batch", "4"))
     known = {tuple(text.encode()) for text in documents(300)}
     whole = 0
     for batch in batches:
@@ -134,7 +134,10 @@ def test_estimate_of_an_epoch_is_near_the_count(corpus):
     [
         (("--num-splits", "3"), "--num-splits 3 must be a multiple of 1 ranks x 1 workers"),
         (("--num-workers", "3"), "--num-splits 8 must be a multiple of 1 ranks x 3 workers"),
-        (("--global-batch", "12"), "--global-batch 12 must be 8 blocks x 1 ranks"),
+        (
+            ("--global-batch", "12"),
+            "--global-batch 12 must be a multiple of --batch-size 8 x 1 ranks",
+        ),
         (("--pack", "--blocks-per-epoch", "9"), "--blocks-per-epoch 9: give auto or a multiple"),
     ],
 )

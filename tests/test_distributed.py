@@ -47,7 +47,7 @@ def run_init(code_after="", **ranks):
     code = (
         "import torch, distributed\n"
         "world = distributed.world_from_environ()\n"
-        "distributed.join(world, torch.device('cpu'), 5.0)\n"
+        "world = distributed.join(world, torch.device('cpu'), 5.0)\n"
         f"{code_after}\ndistributed.leave()\n"
         "print(world, torch.distributed.is_initialized())"
     )

@@ -102,7 +102,7 @@ def test_row_mode_trains_on_documents_cut_and_padded(corpus):
 @pytest.mark.parametrize("mode", ["packed", "rows"])
 def test_worker_processes_give_the_same_losses(corpus, mode):
     flags = ["--db", str(corpus), "--steps", "2", "--seq-len", "64", "--batch-size", "4"]
-    flags += ["--pack"] * (mode == "packed") + ["--log-every", "1"]
+    flags += ["--pack"] * (mode == "packed") + ["--log-every", "1", "--loader", "lancedb"]
     for workers in ("0", "2"):
         done = run(
             "train.py", *flags, "--num-workers", workers, "--run-dir", workers, cwd=Path.cwd()
@@ -139,8 +139,18 @@ def test_compiled_run_follows_the_eager_one(corpus):
 # resume
 
 
-def test_resumed_run_is_the_uninterrupted_one(corpus, capsys):
-    schedule = ("--steps", "8", "--seq-len", "512", "--batch-size", "16")  # across an epoch's end
+@pytest.mark.parametrize("loader", ["elastic", "lancedb"])
+def test_resumed_run_is_the_uninterrupted_one(corpus, capsys, loader):
+    schedule = (
+        "--loader",
+        loader,
+        "--steps",
+        "8",
+        "--seq-len",
+        "512",
+        "--batch-size",
+        "16",
+    )  # across an epoch's end
     go(corpus, *schedule, "--run-dir", "whole", "--ckpt-dir", "a")
     go(corpus, *schedule, "--run-dir", "part", "--ckpt-dir", "b", "--ckpt-every", "3")
     for later in ("step_00000006", "step_00000008"):
@@ -189,7 +199,8 @@ def test_fresh_start_over_checkpoints_is_refused(corpus):
     ("flags", "words"),
     [
         (("--seq-len", "32"), "--seq-len was 64, is 32"),
-        (("--filter", "id > 5"), "--filter, --min-score, --val-filter was NOT"),
+        (("--filter", "id > 5"), "documents was"),
+        (("--model", "small"), "--model was tiny 4x128, is small 12x768"),
         (("--shuffle-seed", "7"), "--shuffle-seed was 42, is 7"),
     ],
 )
@@ -219,7 +230,7 @@ def test_damaged_checkpoint_is_refused_by_file_name(corpus):
 
 @pytest.mark.slow
 def test_two_ranks_train_save_and_resume_like_one(corpus, tmp_path):
-    shared = ("--db", str(corpus), *SMALL, "--num-splits", "4", "--log-every", "1")
+    shared = ("--db", str(corpus), *SMALL, "--global-batch", "5", "--log-every", "1")
     one = (*shared, "--steps", "4", "--run-dir", "one")
     assert run("train.py", *one, cwd=tmp_path).returncode == 0
     two = (*shared, "--batch-size", "2", "--run-dir", "two", "--ckpt-dir", "c")
@@ -253,10 +264,11 @@ def test_refusal_under_torchrun_is_one_line_of_ours(corpus, tmp_path):
         (("--filter", "id < 0"), "the filter leaves no row of 300"),
         (("--tokenizer", "bpe:/nowhere.json"), "--tokenizer bpe:/nowhere.json: cannot load it"),
         (("--table", "other"), "no table 'other'"),
-        (("--global-batch", "6"), "--global-batch 6 must be"),
-        (("--num-splits", "3"), "--num-splits 3 must be a multiple of"),
-        (("--blocks-per-epoch", "ten"), "--blocks-per-epoch ten: give auto or a multiple of 4"),
+        (("--loader", "lancedb", "--global-batch", "6"), "--global-batch 6 must be a multiple"),
+        (("--loader", "lancedb", "--num-splits", "3"), "--num-splits 3 must be a multiple of"),
+        (("--blocks-per-epoch", "ten"), "--blocks-per-epoch ten: --loader elastic takes a number"),
         (("--seq-len", "60000"), "no step to train: an epoch has 0 blocks, a step takes 4"),
+        (("--batch-size", "2000"), "an epoch has 918 blocks, a step takes 2,000"),
         (("--device", "cuda"), "--device cuda"),
         (("--resume", "nowhere"), "--resume nowhere: no complete checkpoint"),
         (("--wandb", "p"), "--wandb needs the package: pip install wandb"),
@@ -328,7 +340,7 @@ def test_out_of_memory_names_the_batch_size(corpus, tmp_path):
         "train.main(sys.argv[2:])"
     )
     flags = ["--db", str(corpus), "--batch-size", "64", "--seq-len", "512", "--steps", "1"]
-    flags += ["--model", "small", "--num-splits", "1", "--blocks-per-epoch", "100", "--pack"]
+    flags += ["--model", "small", "--pack"]
     command = [sys.executable, "-c", code, str(ROOT), *flags]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     last = done.stderr.strip().splitlines()[-1]
@@ -362,7 +374,7 @@ def test_flags_have_the_missions_names_and_defaults():
         "compile_mode": "default", "log_every": 10, "eval_every": 0, "eval_batches": 8,
         "ckpt_every": 100, "resume": "", "blocks_mode": "off", "blocks_path": "",
         "weight_decay": 0.1, "grad_clip": 1.0, "seed": 1234, "min_lr_ratio": 0.0, "filter": "",
-        "global_batch": 0, "loader": "lancedb", "device": "auto", "id_column": "id",
+        "global_batch": 0, "loader": "elastic", "device": "auto", "id_column": "id",
         "text_column": "text", "tokens_column": "input_ids",
     }  # fmt: skip
     assert {name: getattr(flags, name) for name in expected} == expected
