@@ -174,6 +174,14 @@ class LanceDBStream:
         self.epoch, self.steps_done = state["epoch"], state["steps_done"]
         self._resume_state = state["dataset"]
 
+    def ledger(self) -> dict[str, int]:
+        """Not kept: lancedb.streaming does not say what it padded and dropped."""
+        return {}
+
+    def queued_bytes(self) -> int:
+        """Not known: its raw queues are not to be looked into."""
+        return 0
+
     def close(self) -> None:
         if self._running is not None:
             self._running.close()

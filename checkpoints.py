@@ -35,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--ckpt-dir", help=f"default: ./{DEFAULT_ROOT}/<run id>")
     group.add_argument("--resume", default="", help="checkpoint directory, or auto: the newest")
+    group.add_argument(
+        "--resume-data",
+        choices=["same", "new"],
+        default="same",
+        help="new: keep weights, optimizer and step; read today's table from its start",
+    )
 
 
 def save(

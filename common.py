@@ -46,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--min-score", type=float, default=1.0, help="train on score >= this")
     group.add_argument("--filter", default="", help="SQL predicate added to the standing terms")
     group.add_argument(
+        "--no-pin-tag", action="store_true", help="do not tag the table version of the run"
+    )
+    group.add_argument(
         "--val-filter", help="SQL predicate of the validation split (default: <id> %% 100 = 0)"
     )
 
@@ -110,6 +113,50 @@ def open_table(args: argparse.Namespace, version: int | None = None) -> lancedb.
                 f"table {name!r} in {uri} has no version {version} any more (cleaned up?)"
             ) from None
     return table
+
+
+def open_pinned(
+    args: argparse.Namespace, version: int | None
+) -> tuple[lancedb.table.Table, list[str]]:
+    """``open_table``, or the newest version with a notice where ``version`` is gone: whether that
+    will do is for the stream to say, which knows what was read."""
+    table = open_table(args)
+    if version is None or version == table.version:
+        return table, []
+    try:
+        return open_table(args, version), []
+    except SystemExit as gone:
+        return table, [f"{gone}: trying version {table.version}"]
+
+
+class Pin:
+    """A tag on the table version of a run, which keeps cleanup from deleting its files."""
+
+    def __init__(self, table: lancedb.table.Table, run_id: str, enabled: bool) -> None:
+        self.table, self.name, self.enabled, self.held = table, f"train-{run_id}", enabled, False
+
+    def hold(self) -> list[str]:
+        """Tag the version, once. Returns what to say of it."""
+        if not self.enabled or self.held:
+            return []
+        self.held = True
+        version = self.table.version
+        try:
+            there = self.name in self.table.tags.list()
+            change = self.table.tags.update if there else self.table.tags.create
+            change(self.name, version)
+        except (OSError, ValueError, RuntimeError) as error:
+            self.enabled = False
+            return [f"table version {version} could not be tagged: {one_line(error)}"]
+        return [
+            f"tag {self.name} holds table version {version}, and any cleanup of the table, until "
+            f"the run is done; to remove it: table.tags.delete('{self.name}')"
+        ]
+
+    def release(self) -> None:
+        """Remove the tag, where there is one: nothing will be resumed."""
+        if self.enabled and self.name in self.table.tags.list():
+            self.table.tags.delete(self.name)
 
 
 def one_line(error: BaseException) -> str:

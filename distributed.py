@@ -39,6 +39,10 @@ class World:
         """The main rank's ``value``, on all ranks. All ranks call it, in one order."""
         return self.gather(value if self.is_main else None)[0]
 
+    def maximum(self, values: list[float]) -> list[float]:
+        """The largest of all ranks, value by value. All ranks call it, in one order."""
+        return [max(column) for column in zip(*self.gather(values), strict=True)]
+
 
 class Board:
     """Values passed between ranks through the store of their rendezvous.

@@ -194,6 +194,8 @@ class ElasticStream:
         dataset = table.to_lance()
         self.args, self.global_batch, self.consumed = args, global_batch, 0
         self.slots, self.micro_batches = rank_slots(global_batch, args.batch_size, world)
+        rows = self.micro_batches * args.batch_size
+        self.step_bytes = rows * args.seq_len * 17  # two int64 and a bool
         self.reader = Reader(dataset, args, tokenizer.eos_id, tokenizer.vocab_size)
         self.order = Order(not args.no_shuffle, args.shuffle_seed, args.shuffle_clump)
         self.cache = Cache(Path(args.plan_cache).expanduser(), args.plan_cache_gb << 30)
@@ -232,8 +234,7 @@ class ElasticStream:
     def steps(self) -> Iterator[list[Batch]]:
         """Micro-batches of one step after the other, without end."""
         ahead, window = self.consumed, 1
-        step_bytes = len(self.slots) * self.args.seq_len * 17  # two int64 and a bool
-        most = max(1, (self.args.prefetch_mb << 20) // (step_bytes * WINDOWS))
+        most = max(1, (self.args.prefetch_mb << 20) // (self.step_bytes * WINDOWS))
         while True:
             while len(self.pending) < WINDOWS:
                 self.pending.append(self.threads[0].submit(self._read, ahead, window))
@@ -263,8 +264,45 @@ class ElasticStream:
             if theirs.get(name) != self.fingerprint.get(name)
         ]
         if different:
-            raise SystemExit(f"--resume: other data: {'; '.join(different)}")
+            raise SystemExit(
+                f"--resume: other data: {'; '.join(different)} (--resume-data new begins with it)"
+            )
         self.consumed = state["epoch"] * self.blocks_per_epoch + state["block"]
+
+    def ledger(self) -> dict[str, int]:
+        """Where the tokens of all epochs begun so far are, EOS counted: their sum is ``total``.
+
+        ``consumed`` were in blocks given to the trainer, ``truncated`` were cut off in row mode,
+        ``tails`` fill no whole block (or lie behind --blocks-per-epoch) and ``not_reached`` are
+        those of the current epoch still to come.
+        """
+        whole, blocks = divmod(self.consumed, self.blocks_per_epoch)
+        ledger = dict.fromkeys(("total", "consumed", "truncated", "not_reached", "tails"), 0)
+        for epoch in range(whole + (blocks > 0)):
+            taken = self.blocks_per_epoch if epoch < whole else blocks
+            used, cut = self._used(epoch, taken)
+            ledger["total"] += self.epoch_tokens
+            ledger["consumed"] += used
+            ledger["truncated"] += cut
+            ledger["tails" if epoch < whole else "not_reached"] += self.epoch_tokens - used - cut
+        return ledger
+
+    def _used(self, epoch: int, blocks: int) -> tuple[int, int]:
+        """Tokens in, and cut off by, the first ``blocks`` blocks of an epoch."""
+        if self.args.pack:
+            return blocks * self.args.seq_len, 0
+        if blocks == len(self.scan["n_tokens"]):  # any order of them
+            lengths = self.scan["n_tokens"].astype(np.int64) + 1
+        else:
+            ends = self._plan(epoch).result()["end"][:blocks]
+            lengths = np.diff(ends, prepend=0)
+        used = int(np.minimum(lengths, self.args.seq_len).sum())
+        return used, int(lengths.sum()) - used
+
+    def queued_bytes(self) -> int:
+        """Bytes of batches that were read and not yet taken."""
+        ready = [f for f in self.pending if f.done()]
+        return sum(len(f.result()) for f in ready) * self.step_bytes
 
     def close(self) -> None:
         for threads in self.threads:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
@@ -39,7 +40,7 @@ class Meter:
 
     def restart(self, tokens: float) -> None:
         """Start an interval at ``tokens`` trained so far."""
-        self.started, self.paused, self.waited = time.perf_counter(), 0.0, 0.0
+        self.started, self.paused, self.waits = time.perf_counter(), 0.0, []
         self.tokens = tokens
 
     @contextmanager
@@ -53,10 +54,10 @@ class Meter:
 
     @contextmanager
     def wait(self) -> Iterator[None]:
-        """Count what runs inside as waiting for data."""
+        """Count what runs inside as a step's wait for data."""
         began = time.perf_counter()
         yield
-        self.waited += time.perf_counter() - began
+        self.waits.append(time.perf_counter() - began)
 
     def elapsed(self) -> float:
         """Seconds of the interval that count, at least a microsecond."""
@@ -68,7 +69,11 @@ class Meter:
 
     def wait_share(self) -> float:
         """Fraction of the interval that was spent waiting for data."""
-        return self.waited / self.elapsed()
+        return sum(self.waits) / self.elapsed()
+
+    def wait_percentiles(self, *percents: int) -> list[float]:
+        """Percentiles of the steps' waits in the interval, milliseconds."""
+        return (1e3 * np.percentile(self.waits, percents)).tolist()
 
     def eta(self, done: int, left: int) -> float:
         """Seconds that ``left`` steps take at the mean pace of ``done``, everything included."""
@@ -176,6 +181,22 @@ def validation_line(step: int, result: dict[str, float]) -> str:
         f"step {step}: validation loss {result['loss']:.4f} nats per target, "
         f"{result['bpb']:.4f} bits per byte"
     )
+
+
+def ledger_lines(segments: list[dict[str, int]], skipped_tokens: int) -> list[str]:
+    """Where every token of the epochs begun is; the parts add up to the total exactly."""
+    if not all(segments):
+        return []  # a loader that does not keep one
+    total = {key: sum(segment[key] for segment in segments) for key in segments[0]}
+    parts = {
+        "trained": total["consumed"] - skipped_tokens,
+        "skipped steps": skipped_tokens,
+        "truncated": total["truncated"],
+        "not reached": total["not_reached"],
+        "tails": total["tails"],
+    }
+    listed = " + ".join(f"{count:,} {name}" for name, count in parts.items() if count)
+    return [f"ledger         {total['total']:,} tokens with EOS = {listed}"]
 
 
 def human(n: float) -> str:

@@ -6,10 +6,7 @@ On one CPU process with the demo corpus, or on all GPUs of a node:
 """
 
 import argparse
-import os
 import secrets
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -30,6 +27,7 @@ import model
 import tokenizer
 from distributed import World, agreed
 from flags import Parser, not_negative, positive
+from scripts import demo
 
 MODULES = (common, model, blocks_loaders, elastic, engine, checkpoints, metrics, hardware)
 
@@ -48,9 +46,11 @@ def flag_parser() -> Parser:
 def main(argv: list[str] | None = None) -> None:
     parser = flag_parser()
     args = parser.parse_args(argv)
-    if common.is_default_database(args):
-        build_demo_corpus()
     world = distributed.world_from_environ()
+    build = common.is_default_database(args) and not Path(common.DEFAULT_DB).exists()
+    if build and world.local_rank == 0:
+        print(f"no database yet: building the demo corpus in {common.DEFAULT_DB}", flush=True)
+        demo.build(common.DEFAULT_DB)  # other ranks wait where the process group meets
     notices = hardware.apply_environment(world)  # before the first GPU call
     if unread := blocks_loaders.without_effect(args, parser):
         notices.append(f"without effect here: {', '.join(unread)}")
@@ -89,25 +89,30 @@ def train(
     token_bytes = torch.from_numpy(data.tokenizer.token_bytes()).to(device)
     flops = trainer.model.flops_per_token()  # per token
     peak = hardware.device_peak_flops(device)  # per second and rank, None where not known
-    totals = torch.tensor([origin.tokens, origin.skipped], dtype=torch.float64, device=device)
-    meter, result = metrics.Meter(device, origin.tokens), {}
+    # tokens in all, steps skipped, tokens in those
+    totals = torch.tensor(origin.totals, dtype=torch.float64, device=device)
+    meter, result = metrics.Meter(device, origin.totals[0]), {}
     with closing(log), closing(stream):
         steps = stream.steps()
         for step in range(origin.step + 1, plan.steps + 1):
             lr = engine.learning_rate(step, **plan.schedule)
             with meter.wait():
                 batches = next(steps)
+            if step == origin.step + 1:
+                log.say(f"first batch    after {meter.waits[0]:.2f} s")
             for batch in batches:
                 trainer.micro_step(batch)
             stats = trainer.update(lr)
-            totals += torch.stack([stats["tokens"], stats["skipped"]])
+            tokens, skipped = stats["tokens"], stats["skipped"]
+            totals += torch.stack([tokens, skipped, tokens * skipped])
 
             if step == origin.step + 1 and args.compile:
                 meter.restart(totals[0].item())  # compiling is not throughput
             if step % args.log_every == 0 or step == plan.steps:
                 numbers = torch.stack([*totals, stats["loss"], stats["grad_norm"]])
-                tokens, skipped, loss, grad_norm = numbers.tolist()  # the one wait for the device
+                tokens, skipped, _, loss, grad_norm = numbers.tolist()  # waits for the device
                 rate = meter.tokens_per_second(tokens)
+                p50, p95, p99 = world.maximum(meter.wait_percentiles(50, 95, 99))
                 values = {
                     "step": step,
                     "epoch": stream.epoch,
@@ -118,6 +123,10 @@ def train(
                     "tokens_per_second": rate,
                     "mfu": rate * flops / (peak * world.size) if peak else None,
                     "data_wait_share": meter.wait_share(),
+                    "data_wait_ms_p50": p50,
+                    "data_wait_ms_p95": p95,
+                    "data_wait_ms_p99": p99,
+                    "queued_bytes": stream.queued_bytes(),
                     "skipped": int(skipped),
                     "memory_bytes": metrics.peak_memory(device),
                 }
@@ -132,12 +141,16 @@ def train(
                         origin.checkpoints, step, trainer.tensors(), record, world
                     )
                     log.say(f"step {step}: saved {path}")
+                    log.say(*data.pin.hold())
             if step == plan.steps or (args.eval_every and step % args.eval_every == 0):
                 with meter.pause():
                     result = trainer.validate(validation, token_bytes)
                     log.record({"step": step, **{f"val_{k}": v for k, v in result.items()}})
                     log.say(metrics.validation_line(step, result))
-
+        if plan.steps > origin.step:
+            segments = origin.segments(args) + [stream.ledger()]
+            log.say(*metrics.ledger_lines(segments, int(totals[2])))
+        data.pin.release()
     return result
 
 
@@ -160,12 +173,14 @@ class Origin:
         return self.record.get("step", 0)
 
     @property
-    def tokens(self) -> int:
-        return self.record.get("tokens", 0)
+    def totals(self) -> list[int]:
+        """Tokens trained on, steps skipped, tokens in those."""
+        return [self.record.get(key, 0) for key in ("tokens", "skipped", "skipped_tokens")]
 
-    @property
-    def skipped(self) -> int:
-        return self.record.get("skipped", 0)
+    def segments(self, args: argparse.Namespace) -> list[dict]:
+        """Ledgers of what was read before this stream began: --resume-data new begins another."""
+        recorded = self.record.get("segments", [])
+        return recorded if args.resume_data == "new" else recorded[:-1]
 
     def lines(self, resume: str) -> list[str]:
         if self.path:
@@ -190,6 +205,7 @@ class Data:
     """The pinned table, which of its rows to train on, and how to read its ids."""
 
     table: lancedb.table.Table
+    pin: common.Pin
     tokenizer: tokenizer.Tokenizer
     where: str
     lines: list[str]  # what the start prints of it
@@ -197,16 +213,19 @@ class Data:
 
 def open_data(args: argparse.Namespace, origin: Origin, world: World) -> Data:
     with agreed(world):
-        table = common.open_table(args, origin.record.get("table_version"))
+        version = None if args.resume_data == "new" else origin.record.get("table_version")
+        table, lines = common.open_pinned(args, version)
         common.require_columns(table, args)
         codec = tokenizer.load_tokenizer(args.tokenizer)
         notice = tokenizer.check_tokenizer(table.schema, args.tokens_column, codec)
         terms = common.training_terms(table.schema, args)
         counts = common.funnel(table, terms) if world.is_main else None
     table.checkout(world.broadcast(table.version))  # somebody may append while we start
-    lines = [f"table          {args.table or common.DEFAULT_TABLE} version {table.version}"]
+    lines.insert(0, f"table          {table.name} version {table.version}")
     lines += common.funnel_lines(*counts) if counts else []
-    return Data(table, codec, common.conjunction(terms), [*lines, *([notice] if notice else [])])
+    lines += [notice] if notice else []
+    pin = common.Pin(table, origin.run_id, enabled=world.is_main and not args.no_pin_tag)
+    return Data(table, pin, codec, common.conjunction(terms), lines)
 
 
 @dataclass(frozen=True)
@@ -251,7 +270,7 @@ def plan_run(
         config = model.GPTConfig.preset(args.model, data.tokenizer.vocab_size, args.seq_len)
         meaning = meaning_of(args, data, config)
         check_same(origin, meaning)
-        if origin.path:
+        if origin.path and args.resume_data == "same":
             stream.load_state_dict(origin.record["stream"])
     if args.steps and args.epochs != 1:
         notes.append(f"--epochs {args.epochs} is ignored: --steps {args.steps} decides")
@@ -371,37 +390,22 @@ def snapshot(
     totals: torch.Tensor,
 ) -> dict:
     """What a checkpoint says of the run beside its tensors: JSON. A collective call."""
-    tokens, skipped = totals.tolist()
+    tokens, skipped, skipped_tokens = map(int, totals.tolist())
     return {
         "run_id": origin.run_id,
         "run_dir": str(origin.run_dir),
         "table_version": data.table.version,
         "global_batch": plan.global_batch,
         "eval_blocks": plan.eval_blocks,
-        "tokens": int(tokens),
-        "skipped": int(skipped),
+        "tokens": tokens,
+        "skipped": skipped,
+        "skipped_tokens": skipped_tokens,
         "stream": stream.state_dict(),
+        "segments": origin.segments(args) + [stream.ledger()],
         "model": asdict(plan.config),
         "meaning": plan.meaning,
         "flags": vars(args),
     }
-
-
-def build_demo_corpus() -> None:
-    """Build the default table where there is none, from text that every machine has.
-
-    It is built under another name and renamed, so the default database is whole or absent.
-    """
-    if Path(common.DEFAULT_DB).exists() or int(os.environ.get("LOCAL_RANK", 0)) != 0:
-        return  # other ranks wait for the first one where the process group meets
-    print(f"no database yet: building the demo corpus in {common.DEFAULT_DB}", flush=True)
-    partial = f"{common.DEFAULT_DB}.partial"
-    scripts = Path(__file__).parent / "scripts"
-    for script, *flags in (["ingest.py", "stdlib"], ["curate.py"], ["tokenize_corpus.py"]):
-        command = [sys.executable, str(scripts / script), "--db", partial, *flags]
-        if subprocess.run(command).returncode:
-            raise SystemExit(f"could not build the demo corpus: {' '.join(command)}")
-    os.rename(partial, common.DEFAULT_DB)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,7 +21,8 @@ from tests.conftest import ROOT, documents, make_table, run, torchrun
 SMALL = ("--pack", "--seq-len", "64", "--batch-size", "4", "--eval-batches", "2")
 KEYS = {
     *("step", "epoch", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "mfu"),
-    *("data_wait_share", "skipped", "memory_bytes"),
+    *("data_wait_share", "data_wait_ms_p50", "data_wait_ms_p95", "data_wait_ms_p99"),
+    *("queued_bytes", "skipped", "memory_bytes"),
 }
 
 
@@ -190,6 +192,63 @@ def test_resume_keeps_run_id_and_directory_and_pinned_version(tmp_path, capsys):
     assert record["run_id"] == run_dir.name and record["table_version"] == version
 
 
+def ledger(run_dir):
+    """The ledger line as numbers: (total, sum of its parts, parts by name)."""
+    (line,) = [x for x in Path(run_dir, "train.log").read_text().splitlines() if "ledger" in x][-1:]
+    total, parts = line.removeprefix("ledger").split(" tokens with EOS = ")
+    named = {p.split(maxsplit=1)[1]: int(p.split()[0].replace(",", "")) for p in parts.split(" + ")}
+    return int(total.replace(",", "")), sum(named.values()), named
+
+
+@pytest.mark.parametrize("mode", [("--pack",), ()])
+def test_ledger_accounts_for_every_token_of_the_epochs_begun(corpus, mode):
+    flags = ["--db", str(corpus), "--seq-len", "64", "--batch-size", "16", *mode]
+    train.main([*flags, "--steps", "30", "--run-dir", "r", "--eval-batches", "1"])
+    texts = documents(300)
+    epoch = sum(len(texts[i]) + 1 for i in range(300) if i % 100)
+    total, parts, named = ledger("r")
+    assert total == parts and total % epoch == 0
+    assert named["trained"] == records("r")[-2]["tokens"]
+    assert ("truncated" in named) == (not mode)
+
+
+def test_run_tags_its_version_until_it_is_done(tmp_path, capsys):
+    table = make_table(tmp_path / "db", documents(120))
+    tokenize_corpus.main(["--db", str(tmp_path / "db"), "--workers", "0"])
+    with pytest.raises(SystemExit):
+        go(tmp_path / "db", "--steps", "4", "--ckpt-every", "2", "--ckpt-dir", "c", "--wandb", "p")
+    assert table.tags.list() == {}  # nothing to resume yet
+    go(tmp_path / "db", "--steps", "4", "--ckpt-every", "2", "--ckpt-dir", "c")
+    printed = capsys.readouterr().out
+    assert printed.count("holds table version") == 1 and "table.tags.delete('train-" in printed
+    assert table.tags.list() == {}  # done
+    go(tmp_path / "db", "--steps", "2", "--no-pin-tag")
+    assert "holds table version" not in capsys.readouterr().out
+
+
+def test_resume_after_cleanup_of_its_version_continues_on_equal_data_only(tmp_path, capsys):
+    table = make_table(tmp_path / "db", documents(120))
+    tokenize_corpus.main(["--db", str(tmp_path / "db"), "--workers", "0"])
+    flags = ("--lr-total-steps", "8", "--ckpt-dir", "c", "--run-dir", "r")
+    go(tmp_path / "db", *flags, "--steps", "4")
+    table.checkout_latest()
+    table.add(pa.table({"id": [901], "text": ["x"]}))  # no tokens: the same documents
+    table.optimize(cleanup_older_than=timedelta(0), delete_unverified=True)
+    go(tmp_path / "db", *flags, "--steps", "8", "--resume", "auto")
+    assert "has no version" in capsys.readouterr().out
+    assert list(losses("r")) == list(range(1, 9))
+    tokenize_corpus.main(["--db", str(tmp_path / "db"), "--workers", "0"])  # one document more
+    table.checkout_latest()
+    table.optimize(cleanup_older_than=timedelta(0), delete_unverified=True)
+    line = refusal("--db", str(tmp_path / "db"), *flags, "--steps", "9", "--resume", "auto")
+    assert "other data: documents was" in line and "--resume-data new" in line
+    go(tmp_path / "db", *flags, "--steps", "9", "--resume", "auto", "--resume-data", "new")
+    total, parts, named = ledger("r")
+    assert total == parts and named["trained"] == 9 * 4 * 64
+    record = json.loads(Path("c/step_00000009/checkpoint.json").read_text())
+    assert len(record["segments"]) == 2 and record["stream"]["block"] == 4
+
+
 def test_fresh_start_over_checkpoints_is_refused(corpus):
     go(corpus, "--steps", "1", "--ckpt-dir", "c")
     assert "--resume auto" in refusal("--db", str(corpus), "--steps", "1", "--ckpt-dir", "c")
@@ -320,7 +379,7 @@ def test_id_outside_the_vocabulary_stops_the_run(tmp_path, bad):
     make_table(tmp_path / "db", documents(300), input_ids=ids)
     tokenize_corpus.main(["--db", str(tmp_path / "db"), "--count-only"])
     line = refusal("--db", str(tmp_path / "db"), "--steps", "2", "--val-filter", "id < 0")
-    assert f"token id {bad}, outside the 257 ids of --tokenizer byte" in line
+    assert f"holds token id {bad} in column input_ids, outside the 257 ids of --tok" in line
 
 
 def test_run_directory_that_cannot_be_written_is_refused(corpus):
