@@ -6,6 +6,7 @@ this module; nothing here knows about torch models or the training loop.
 
 import argparse
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,13 @@ import torch
 
 DEFAULT_DB = "./lance_pretrain_db"
 DEFAULT_TABLE = "corpus"
+TABLE_FLAGS = {
+    "--db": None,
+    "--table": None,
+    "--id-column": "id",
+    "--text-column": "text",
+    "--tokens-column": "input_ids",
+}
 
 
 # -----------------------------------------------------------------------------
@@ -78,16 +86,24 @@ def connect(uri: str, *, create: bool = False) -> lancedb.DBConnection:
             "give a directory or an object-store URI such as s3://bucket/path"
         )
     if "://" not in uri and not create and not Path(uri).is_dir():
-        raise SystemExit(f"--db {uri}: no such database; build one with {build_command(uri)}")
+        raise SystemExit(
+            f"--db {uri}: no such database; build one with "
+            f"python scripts/ingest.py --db {uri} FILES"
+        )
     try:
         return lancedb.connect(uri)
     except (OSError, ValueError, RuntimeError) as error:
         raise SystemExit(f"--db {uri}: cannot open it: {one_line(error)}") from None
 
 
-def build_command(uri: str, table: str = DEFAULT_TABLE) -> str:
-    named = "" if table == DEFAULT_TABLE else f" --table {table}"
-    return f"`python scripts/ingest.py --db {uri}{named} <files>`"
+def command(script: str, args: argparse.Namespace, *more: str) -> str:
+    """The command that runs a script on the table of ``args``, as it can be typed."""
+    words = ["python", f"scripts/{script}", *more]
+    for flag, default in TABLE_FLAGS.items():
+        given = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        if given is not None and given != default:
+            words += [flag, shlex.quote(given)]
+    return " ".join(words)
 
 
 def open_table(args: argparse.Namespace, version: int | None = None) -> lancedb.table.Table:
@@ -103,7 +119,7 @@ def open_table(args: argparse.Namespace, version: int | None = None) -> lancedb.
         if "not found" not in str(error):
             raise SystemExit(f"table {name!r} in {uri}: {one_line(error)}") from None
         raise SystemExit(
-            f"no table {name!r} in {uri}: build one with {build_command(uri, name)}"
+            f"no table {name!r} in {uri}: build one with {command('ingest.py', args)} FILES"
         ) from None
     if version is not None:
         try:
@@ -176,9 +192,7 @@ def require_columns(table: lancedb.table.Table, args: argparse.Namespace) -> Non
 
     Raises SystemExit naming the column and the command that adds it.
     """
-    uri, schema = database(args), table.schema
-    where = f"--db {uri}" + ("" if args.table is None else f" --table {args.table}")
-    tokens, ids = args.tokens_column, args.id_column
+    schema, tokens, ids = table.schema, args.tokens_column, args.id_column
     if ids not in schema.names or not pa.types.is_integer(schema.field(ids).type):
         found = schema.field(ids).type if ids in schema.names else "missing"
         raise SystemExit(
@@ -188,7 +202,7 @@ def require_columns(table: lancedb.table.Table, args: argparse.Namespace) -> Non
     if tokens not in schema.names:
         raise SystemExit(
             f"table {table.name!r} has no column {tokens}: tokenize it first "
-            f"(python scripts/tokenize_corpus.py {where})"
+            f"({command('tokenize_corpus.py', args)})"
         )
     kind = schema.field(tokens).type
     is_list = (
@@ -199,7 +213,7 @@ def require_columns(table: lancedb.table.Table, args: argparse.Namespace) -> Non
     if "n_tokens" not in schema.names:
         raise SystemExit(
             f"table {table.name!r} has no column n_tokens: count them "
-            f"(python scripts/tokenize_corpus.py --count-only {where})"
+            f"({command('tokenize_corpus.py', args, '--count-only')})"
         )
 
 
@@ -218,7 +232,7 @@ class Term:
 
 
 def validation_filter(args: argparse.Namespace) -> str:
-    return args.val_filter or f"{args.id_column} % 100 = 0"
+    return args.val_filter or f"`{args.id_column}` % 100 = 0"
 
 
 def training_terms(schema: pa.Schema, args: argparse.Namespace) -> list[Term]:
@@ -229,13 +243,14 @@ def training_terms(schema: pa.Schema, args: argparse.Namespace) -> list[Term]:
     """
     terms = [Term("training split", f"NOT ({validation_filter(args)})")]
     if "is_dup" in schema.names:
-        terms.append(Term("not duplicate", "NOT is_dup", "is_dup", "scripts/curate.py"))
+        mend = command("curate.py", args)
+        terms.append(Term("not duplicate", "NOT is_dup", "is_dup", mend))
     if "score" in schema.names:
         sql = f"score >= {args.min_score}"
-        terms.append(Term(sql, sql, "score", "scripts/curate.py"))
+        terms.append(Term(sql, sql, "score", command("curate.py", args)))
     if args.filter:
         terms.append(Term("--filter", f"({args.filter})"))
-    mend = "scripts/tokenize_corpus.py"
+    mend = command("tokenize_corpus.py", args)
     terms.append(Term("tokenized", "n_tokens > 0", "n_tokens", mend))
     return terms
 
@@ -270,10 +285,11 @@ def funnel(table: lancedb.table.Table, terms: list[Term]) -> tuple[int, list[Sta
         stages.append(Stage(term, rows, nulls))
     if stages[-1].rows == 0:
         emptied = next(stage for stage in stages if stage.rows == 0)
-        hint = f"; fill it with python {emptied.term.mend}" if emptied.nulls else ""
+        hint = f": fill the NULLs with {emptied.term.mend}" if emptied.nulls else ""
+        before = ([total] + [stage.rows for stage in stages])[stages.index(emptied)]
         raise SystemExit(
-            f"the filter leaves no row of {total:,}: '{emptied.term.label}' ({emptied.term.sql}) "
-            f"drops the last{hint}"
+            f"the filter leaves no row of {total:,}: {emptied.term.sql} drops the last "
+            f"{before:,}{hint}"
         )
     return total, stages
 
@@ -284,7 +300,7 @@ def funnel_lines(total: int, stages: list[Stage]) -> list[str]:
     for stage in stages:
         note = ""
         if stage.nulls:
-            note = f"   {stage.nulls:,} NULL dropped: fill with python {stage.term.mend}"
+            note = f"   {stage.nulls:,} NULL dropped: fill with {stage.term.mend}"
         lines.append(f"{'':<15}{stage.term.label:<24}{stage.rows:>14,}{note}")
     return lines
 
@@ -311,7 +327,8 @@ def validation_batches(
     where = f"({validation_filter(args)}) AND n_tokens > 0"
     scan = table.search().with_row_id(True).select([args.id_column, "n_tokens"]).where(where)
     rows = scan.to_arrow().sort_by(args.id_column)
-    starts = np.concatenate([[0], np.cumsum(rows["n_tokens"].to_numpy().astype(np.int64) + 1)])
+    counts = rows["n_tokens"].to_numpy().astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum(counts + 1)])
     row_ids = rows["_rowid"].to_numpy()
     B, T = args.batch_size, args.seq_len
     n_blocks = min(max_blocks, -(-int(starts[-1]) // T))
@@ -320,9 +337,13 @@ def validation_batches(
         begin, end = first * T, min(min(first + B, last) * T, int(starts[-1]))
         lo = int(np.searchsorted(starts, begin, side="right")) - 1
         hi = int(np.searchsorted(starts, end, side="left"))
-        stream, documents = eos_joined(
-            take_tokens(table, args.tokens_column, row_ids[lo:hi]), eos_id
-        )
+        lists = take_tokens(table, args.tokens_column, row_ids[lo:hi])
+        if not np.array_equal(lists.value_lengths().fill_null(0), counts[lo:hi]):
+            raise SystemExit(
+                f"n_tokens does not count the ids in column {args.tokens_column}: "
+                f"tokenize again with {command('tokenize_corpus.py', args, '--overwrite')}"
+            )
+        stream, documents = eos_joined(lists, eos_id)
         cut, missing = slice(begin - starts[lo], end - starts[lo]), B * T - (end - begin)
         ids = np.pad(stream[cut], (0, missing), constant_values=eos_id).reshape(B, T)
         documents = np.pad(documents[cut], (0, missing), mode="edge").reshape(B, T)

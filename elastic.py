@@ -89,9 +89,17 @@ class Reader:
         self.tokens_column, self.id_column = args.tokens_column, args.id_column
         self.eos_id, self.vocab_size = eos_id, vocab_size
 
-    def packed(self, epoch: Arrays, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks at ``positions`` of the epoch's token stream: tokens and document numbers within
-        the block, both int64 (n, T)."""
+    def packed(
+        self,
+        epoch: Arrays,
+        positions: np.ndarray,
+        at: np.ndarray,
+        ids: np.ndarray,
+        docs: np.ndarray,
+    ) -> None:
+        """Write the blocks at ``positions`` (n,) of the epoch's token stream into rows ``at`` (n,)
+        of ``ids``, and each token's document number within its block into ``docs``: int64 (., T).
+        """
         T, ends = self.seq_len, epoch["end"]
         order = np.argsort(positions)
         ordered = positions[order]
@@ -110,25 +118,25 @@ class Reader:
         first_row = np.cumsum(np.append(0, hi - lo))[:-1]
         read_before = np.cumsum(np.append(0, lengths + 1))[first_row]
         cuts = read_before + begins - before[first_row]
-        tokens = np.empty((len(positions), T), np.int64)
-        docs = np.empty((len(positions), T), np.int64)
         run_begin = np.append(np.append(0, breaks), len(ordered))
         for j, cut in enumerate(cuts):
-            at, n = order[run_begin[j] : run_begin[j + 1]], (stops[j] - begins[j])
-            tokens[at] = stream[cut : cut + n].reshape(-1, T)
+            to, n = at[order[run_begin[j] : run_begin[j + 1]]], stops[j] - begins[j]
+            ids[to] = stream[cut : cut + n].reshape(-1, T)
             numbers = documents[cut : cut + n].reshape(-1, T)
-            docs[at] = numbers - numbers[:, :1]
-        return tokens, docs
+            docs[to] = numbers - numbers[:, :1]
 
-    def documents(self, epoch: Arrays, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row mode: documents with EOS, cut or padded: tokens int64 and mask bool, both (n, T)."""
+    def documents(
+        self, epoch: Arrays, rows: np.ndarray, at: np.ndarray, ids: np.ndarray, masks: np.ndarray
+    ) -> None:
+        """Row mode: write documents ``rows`` (n,) with EOS, cut or padded, into rows ``at`` (n,) of
+        ``ids`` int64 (., T), and what is real of them into ``masks`` bool (., T)."""
         T, ends = self.seq_len, epoch["end"]
         lengths = ends[rows] - np.where(rows > 0, ends[rows - 1], 0) - 1
         stream = self._joined(epoch["offset"][rows], lengths)
         starts = np.cumsum(np.append(0, lengths + 1))[:-1]
         mask = np.arange(T) < (lengths + 1)[:, None]
         index = np.minimum(starts[:, None] + np.arange(T), len(stream) - 1)
-        return np.where(mask, stream[index], self.eos_id).astype(np.int64), mask
+        ids[at], masks[at] = np.where(mask, stream[index], self.eos_id), mask
 
     def _joined(self, offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """The documents at these table offsets, each followed by EOS, in one array.
@@ -196,6 +204,8 @@ class ElasticStream:
         self.slots, self.micro_batches = rank_slots(global_batch, args.batch_size, world)
         rows = self.micro_batches * args.batch_size
         self.step_bytes = rows * args.seq_len * 17  # two int64 and a bool
+        full = torch.arange(rows) < len(self.slots)  # packed blocks have no padding
+        self.full = full[:, None].expand(rows, args.seq_len).contiguous()
         self.reader = Reader(dataset, args, tokenizer.eos_id, tokenizer.vocab_size)
         self.order = Order(not args.no_shuffle, args.shuffle_seed, args.shuffle_clump)
         self.cache = Cache(Path(args.plan_cache).expanduser(), args.plan_cache_gb << 30)
@@ -323,35 +333,34 @@ class ElasticStream:
         n, rows = len(self.slots), self.micro_batches * self.args.batch_size
         each = first + np.arange(steps)[:, None] * self.global_batch + np.array(self.slots)
         epochs, blocks = np.divmod(each.ravel(), self.blocks_per_epoch)
-        shape = (steps, rows, self.args.seq_len)
+        shape = (steps * rows, self.args.seq_len)
         ids, extra = (
             np.zeros(shape, np.int64),
             np.zeros(shape, np.int64 if self.args.pack else bool),
         )
+        at = np.arange(steps)[:, None] * rows + np.arange(n)
         for epoch in np.unique(epochs):
-            here = np.flatnonzero(epochs == epoch)
-            order = self._plan(int(epoch)).result()
+            here = epochs == epoch
+            order, to = self._plan(int(epoch)).result(), at.ravel()[here]
             if self.args.pack:
-                parts = self.reader.packed(order, self.lanes.position(blocks[here]))
+                self.reader.packed(order, self.lanes.position(blocks[here]), to, ids, extra)
             else:
-                parts = self.reader.documents(order, blocks[here])
-            at = here // n, here % n
-            ids[at], extra[at] = parts
+                self.reader.documents(order, blocks[here], to, ids, extra)
         if blocks[-1] > self.blocks_per_epoch // 2:
             self._plan(int(epochs[-1]) + 1)
-        return [self._micro_batches(ids[k], extra[k]) for k in range(steps)]
+        return [
+            self._step(ids[k : k + rows], extra[k : k + rows]) for k in range(0, len(ids), rows)
+        ]
 
-    def _micro_batches(self, ids: np.ndarray, extra: np.ndarray) -> list[Batch]:
+    def _step(self, ids: np.ndarray, extra: np.ndarray) -> list[Batch]:
         """One step's blocks as micro-batches; slots beyond this rank's share are masked."""
+        step = {"input_ids": torch.from_numpy(ids)}
         if self.args.pack:
-            mask = np.zeros(ids.shape, bool)
-            mask[: len(self.slots)] = True
-            step = {"input_ids": ids, "mask": mask, "doc_ids": extra}
+            step |= {"mask": self.full, "doc_ids": torch.from_numpy(extra)}
         else:
-            step = {"input_ids": ids, "mask": extra}
-        tensors = {name: torch.from_numpy(array) for name, array in step.items()}
-        parts = [tensor.split(self.args.batch_size) for tensor in tensors.values()]
-        return [dict(zip(tensors, rows, strict=True)) for rows in zip(*parts, strict=True)]
+            step["mask"] = torch.from_numpy(extra)
+        parts = [tensor.split(self.args.batch_size) for tensor in step.values()]
+        return [dict(zip(step, rows, strict=True)) for rows in zip(*parts, strict=True)]
 
 
 def _cap(blocks: str) -> int:

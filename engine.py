@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from flags import not_negative
+from flags import fraction, magnitude, not_negative
 from model import GPT, IGNORE
 
 Batch = dict[str, torch.Tensor]
@@ -28,8 +28,8 @@ Batch = dict[str, torch.Tensor]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("optimizer and step")
-    group.add_argument("--lr", type=float, default=6e-4, help="peak learning rate")
-    group.add_argument("--min-lr-ratio", type=float, default=0.0, help="last LR / peak LR")
+    group.add_argument("--lr", type=magnitude, default=6e-4, help="peak learning rate")
+    group.add_argument("--min-lr-ratio", type=fraction, default=0.0, help="last LR / peak LR")
     group.add_argument(
         "--warmup-steps", type=not_negative, default=200, help="linear warm-up, steps"
     )
@@ -39,9 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="schedule horizon, steps (0: the run's length)",
     )
-    group.add_argument("--weight-decay", type=float, default=0.1, help="AdamW, on matrices only")
     group.add_argument(
-        "--grad-clip", type=float, default=1.0, help="gradient norm (0: no clipping)"
+        "--weight-decay", type=magnitude, default=0.1, help="AdamW, on matrices only"
+    )
+    group.add_argument(
+        "--grad-clip", type=magnitude, default=1.0, help="gradient norm (0: no clipping)"
     )
     group.add_argument("--compile", action="store_true", help="torch.compile the model")
     group.add_argument("--compile-mode", default="default", help="torch.compile's mode")
@@ -50,11 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def learning_rate(step: int, peak: float, warmup: int, total: int, min_ratio: float) -> float:
     """LR of step ``step`` (1, 2, ...): linear warm-up, then a cosine down to ``min_ratio * peak``.
 
-    SGDR (Loshchilov & Hutter 2017) without restarts; past ``total`` it stays at the minimum.
+    SGDR (Loshchilov & Hutter 2017) without restarts. The minimum is reached behind the last step,
+    ``total``, so that this one still learns, and kept from there on.
     """
     if step <= warmup:
         return peak * step / warmup
-    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    progress = min(1.0, (step - warmup) / (total + 1 - warmup))
     return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 

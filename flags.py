@@ -1,12 +1,14 @@
 """The command line: one-line errors, and the integer types that flags share."""
 
 import argparse
+import math
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         """The help, with the default where there is one to speak of."""
-        return super()._get_help_string(action) if action.default else action.help
+        silent = action.default is None or action.default is False or action.default == ""
+        return action.help if silent else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
@@ -17,6 +19,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         self.exit(2, f"{self.prog}: {message} (see --help)\n")
+
+
+def fraction(text: str) -> float:
+    """An argparse type: a number from 0 to 1."""
+    if not 0 <= float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a number from 0 to 1")
+    return float(text)
+
+
+def magnitude(text: str) -> float:
+    """An argparse type: a finite number of at least 0."""
+    if not 0 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: give a finite number of at least 0")
+    return float(text)
 
 
 def positive(text: str) -> int:

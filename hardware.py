@@ -69,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the argument group "hardware"."""
     add = parser.add_argument_group("hardware").add_argument
     devices = ("auto", "cuda", "cpu")
-    add("--device", choices=devices, default="auto", help="cuda is also ROCm (default: auto)")
-    about = "time-out of a collective in seconds (default: 600)"
+    add("--device", choices=devices, default="auto", help="cuda is also ROCm")
+    about = "time-out of a collective, seconds"
     add("--dist-timeout", type=float, default=600.0, metavar="SECONDS", help=about)
 
 

@@ -83,13 +83,13 @@ class Meter:
 def step_line(values: dict, last: int, eta: float) -> str:
     """The console's line for one record of metrics.jsonl."""
     parts = [
-        f"step {values['step']}/{last}",
+        f"step {values['step']:>{len(str(last))}}/{last}",
         f"epoch {values['epoch']}",
         f"loss {values['loss']:.4f}",
         f"lr {values['lr']:.2e}",
-        f"norm {values['grad_norm']:.2f}",
-        f"{human(values['tokens_per_second'])} tok/s",
-        f"wait {values['data_wait_share']:.1%}",
+        f"norm {values['grad_norm']:5.2f}",
+        f"{human(values['tokens_per_second']):>5} tok/s",
+        f"wait {values['data_wait_share']:5.1%}, p99 {values['data_wait_ms_p99']:.0f} ms",
         f"mem {human(values['memory_bytes'])}B",
         f"eta {duration(eta)}",
     ]

@@ -109,24 +109,34 @@ class Order:
         return f"{self.seed}-{self.clump}" if self.shuffle else "by-id"
 
     def permutation(self, ids: np.ndarray, epoch: int) -> np.ndarray:
-        """Row numbers of a scan in the epoch's order; ties go by row number."""
+        """Row numbers of a scan in the epoch's order. Raises SystemExit for an id that is twice."""
         if not self.shuffle:
-            return np.argsort(ids, kind="stable")
+            order = np.argsort(ids)
+            _refuse_twins(ids, order)
+            return order
         heads = ids[:: self.clump]
         keys = np.empty(len(heads), np.uint64)
         for i in range(0, len(heads), CHUNK):
             keys[i : i + CHUNK] = shuffle_keys(heads[i : i + CHUNK], self.seed, epoch)
         order = np.argsort(keys)
-        keys = keys[order]
-        if (keys[1:] == keys[:-1]).any():  # an id that occurs twice
-            keys[order] = keys.copy()
-            order = np.argsort(keys, kind="stable")
+        _refuse_twins(heads, order)
         if self.clump == 1:
             return order
         begins = order * self.clump
         lengths = np.minimum(begins + self.clump, len(ids)) - begins
         ends = np.cumsum(lengths)
         return np.arange(len(ids)) + np.repeat(begins - (ends - lengths), lengths)
+
+
+def _refuse_twins(ids: np.ndarray, order: np.ndarray) -> None:
+    """Equal ids have equal keys, so they are neighbours in any order."""
+    for i in range(0, len(order), CHUNK):
+        near = ids[order[i : i + CHUNK + 1]]
+        if (same := near[1:] == near[:-1]).any():
+            raise SystemExit(
+                f"id {near[1:][same][0]} occurs more than once: name a unique column with "
+                "--id-column"
+            )
 
 
 def write_order(found: "Arrays", order: Order, epoch: int, folder: Path) -> dict:

@@ -68,7 +68,10 @@ class SubwordTokenizer:
         model.encode_special_tokens = True  # a document that spells <|endoftext|> is only text
         model.no_padding()
         model.no_truncation()
-        self.spec, self.model, self.eos_id = spec, model, eos_id
+        kind, _, name = spec.partition(":")
+        # an absolute path means the same file from wherever a checkpoint is read
+        self.spec = f"{kind}:{os.path.abspath(name)}" if os.path.exists(name) else spec
+        self.model, self.eos_id = model, eos_id
         self.vocabulary: dict[str, int] = model.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self.vocabulary.values()) + 1
 
@@ -187,10 +190,13 @@ def check_tokenizer(schema: pa.Schema, tokens_column: str, tokenizer: Tokenizer)
     if stored is None:
         return f"column {tokens_column} does not say who wrote it: trusting --tokenizer {ours.spec}"
     if not stored.agrees_with(ours):
-        raise SystemExit(
-            f"column {tokens_column} was tokenized by {stored}, not by {ours}: "
-            f"use --tokenizer {stored.spec}"
+        same = stored.spec == ours.spec
+        mend = (
+            "that file has changed: tokenize again with --overwrite"
+            if same
+            else (f"use --tokenizer {stored.spec}")
         )
+        raise SystemExit(f"column {tokens_column} was tokenized by {stored}, not by {ours}: {mend}")
     return None
 
 

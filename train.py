@@ -82,6 +82,7 @@ def train(
     plan, stream = plan_run(args, data, origin, world)
     trainer = build_engine(args, plan, origin, device, world)
     validation = read_validation(args, data, plan, world)
+    notices = [*notices, validation.line(args)]
     log = start_log(args, data, plan, origin, trainer, world, notices)
     if origin.step >= plan.steps:
         log.say(f"nothing to do: {origin.step:,} of {plan.steps:,} steps are done")
@@ -108,7 +109,7 @@ def train(
 
             if step == origin.step + 1 and args.compile:
                 meter.restart(totals[0].item())  # compiling is not throughput
-            if step % args.log_every == 0 or step == plan.steps:
+            if step == plan.steps or due(step, args.log_every):
                 numbers = torch.stack([*totals, stats["loss"], stats["grad_norm"]])
                 tokens, skipped, _, loss, grad_norm = numbers.tolist()  # waits for the device
                 rate = meter.tokens_per_second(tokens)
@@ -134,7 +135,7 @@ def train(
                 eta = meter.eta(step - origin.step, plan.steps - step)
                 log.say(metrics.step_line(values, plan.steps, eta))
                 meter.restart(tokens)
-            if step == plan.steps or (args.ckpt_every and step % args.ckpt_every == 0):
+            if step == plan.steps or due(step, args.ckpt_every):
                 with meter.pause():
                     record = snapshot(args, data, plan, origin, stream, totals)
                     path = checkpoints.save(
@@ -142,9 +143,9 @@ def train(
                     )
                     log.say(f"step {step}: saved {path}")
                     log.say(*data.pin.hold())
-            if step == plan.steps or (args.eval_every and step % args.eval_every == 0):
+            if validation.tokens and (step == plan.steps or due(step, args.eval_every)):
                 with meter.pause():
-                    result = trainer.validate(validation, token_bytes)
+                    result = trainer.validate(validation.batches, token_bytes)
                     log.record({"step": step, **{f"val_{k}": v for k, v in result.items()}})
                     log.say(metrics.validation_line(step, result))
         if plan.steps > origin.step:
@@ -152,6 +153,11 @@ def train(
             log.say(*metrics.ledger_lines(segments, int(totals[2])))
         data.pin.release()
     return result
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something that happens every so many steps (0: never) happens after this one."""
+    return every > 0 and step % every == 0
 
 
 # -----------------------------------------------------------------------------
@@ -266,18 +272,20 @@ def plan_run(
                 f"no step to train: an epoch has {blocks:,} blocks, a step takes {size:,}: lower "
                 "--batch-size, --grad-accum, --global-batch or --seq-len, or train on more data"
             )
-        schedule, notes = plan_schedule(args, steps)
+        schedule, about_schedule = plan_schedule(args, steps)
         config = model.GPTConfig.preset(args.model, data.tokenizer.vocab_size, args.seq_len)
-        meaning = meaning_of(args, data, config)
-        check_same(origin, meaning)
+        meaning = meaning_of(args, data, config, schedule)
+        check_same(args, origin, meaning)
         if origin.path and args.resume_data == "same":
             stream.load_state_dict(origin.record["stream"])
+    notes = [about_schedule]
     if args.steps and args.epochs != 1:
         notes.append(f"--epochs {args.epochs} is ignored: --steps {args.steps} decides")
     fill = size / (accumulation * at_once)
     lines = [
-        f"global batch   {size:,} blocks = {world.size} ranks x {args.batch_size} blocks x "
-        f"accumulation {accumulation}, {fill:.0%} full   ({size * args.seq_len:,} tokens per step)",
+        f"global batch   {size:,} blocks on {world.size} ranks x {args.batch_size} blocks: "
+        f"accumulation {accumulation}, {fill:.0%} of the slots full, "
+        f"{size * args.seq_len:,} positions per step",
         f"epoch          {blocks:,} blocks of {args.seq_len:,} tokens = {blocks / size:,.1f} steps",
         f"this run       {steps:,} steps = {steps * size / blocks:.2f} epochs",
         *notes,
@@ -287,22 +295,22 @@ def plan_run(
     return plan, stream
 
 
-def plan_schedule(args: argparse.Namespace, steps: int) -> tuple[dict[str, float], list[str]]:
-    """Arguments of engine.learning_rate, and notices."""
-    horizon, warmup, notes = args.lr_total_steps or steps, args.warmup_steps, []
+def plan_schedule(args: argparse.Namespace, steps: int) -> tuple[dict[str, float], str]:
+    """Arguments of engine.learning_rate, and the line about them."""
+    horizon, warmup, asked = args.lr_total_steps or steps, args.warmup_steps, ""
     if warmup >= horizon:
-        warmup = horizon // 10
-        notes.append(
-            f"--warmup-steps {args.warmup_steps} is longer than the {horizon} steps of the "
-            f"schedule: {warmup} used"
-        )
+        warmup, asked = horizon // 10, f" ({warmup:,} do not fit)"
+    least = args.min_lr_ratio * args.lr
     schedule = {
         "peak": args.lr,
         "warmup": warmup,
         "total": horizon,
         "min_ratio": args.min_lr_ratio,
     }
-    return schedule, notes
+    return schedule, (
+        f"schedule       LR {args.lr:g} after {warmup:,} steps of warm-up{asked}, "
+        f"cosine to {least:g} at step {horizon:,}"
+    )
 
 
 def build_engine(
@@ -323,33 +331,55 @@ def build_engine(
     return trainer
 
 
-def meaning_of(args: argparse.Namespace, data: Data, config: model.GPTConfig) -> dict[str, object]:
-    """What a run must agree with the checkpoint that it continues, by the flag that decides it."""
+def meaning_of(
+    args: argparse.Namespace, data: Data, config: model.GPTConfig, schedule: dict
+) -> dict[str, object]:
+    """What a run must agree with the checkpoint that it continues, by the flag that decides it;
+    the stream compares the data."""
     t = data.tokenizer
     return {
         "--model": f"{args.model} {config.n_layer}x{config.n_embd}",
         "--seq-len": config.seq_len,
         "--tokenizer": f"{t.vocab_size} ids, EOS {t.eos_id}, fingerprint {t.fingerprint}",
+        "--lr-total-steps": schedule["total"],
     }
 
 
-def check_same(origin: Origin, ours: dict[str, object]) -> None:
-    """Refuse (SystemExit) to continue a checkpoint of a run that means something else."""
-    theirs = origin.record.get("meaning", ours)
-    different = [f"{k} was {theirs[k]}, is {ours[k]}" for k in ours if theirs.get(k) != ours[k]]
+def check_same(args: argparse.Namespace, origin: Origin, ours: dict[str, object]) -> None:
+    """Refuse (SystemExit) to continue a checkpoint of a run that means something else.
+
+    A schedule that was given by its flag is changed on purpose.
+    """
+    theirs = dict(origin.record.get("meaning", ours))
+    if args.lr_total_steps:
+        theirs["--lr-total-steps"] = args.lr_total_steps
+    different = [f"{k} was {theirs.get(k)}, is {ours[k]}" for k in ours if theirs.get(k) != ours[k]]
     if different:
-        raise SystemExit(f"--resume {origin.path}: another run: " + "; ".join(different))
+        raise SystemExit(f"--resume {origin.path}: another run: {'; '.join(different)}")
 
 
-def read_validation(
-    args: argparse.Namespace, data: Data, plan: Plan, world: World
-) -> list[engine.Batch]:
-    """This rank's validation batches, kept in memory: --eval-batches global batches at most."""
+@dataclass(frozen=True)
+class Validation:
+    """This rank's batches, kept in memory, and the tokens in those of all ranks."""
+
+    batches: list[engine.Batch]
+    tokens: int
+
+    def line(self, args: argparse.Namespace) -> str:
+        where = common.validation_filter(args)
+        if self.tokens == 0:
+            return f"validation     none: no tokenized row where {where} (see --val-filter)"
+        return f"validation     {self.tokens:,} tokens where {where}, the first --eval-batches"
+
+
+def read_validation(args: argparse.Namespace, data: Data, plan: Plan, world: World) -> Validation:
     with agreed(world):
         batches = common.validation_batches(
             data.table, args, data.tokenizer.eos_id, plan.eval_blocks, world.rank, world.size
         )
-        return list(batches)
+        mine = list(batches)
+    tokens = sum(world.gather(sum(int(batch["mask"].sum()) for batch in mine)))
+    return Validation(mine, tokens)
 
 
 def start_log(
@@ -367,16 +397,17 @@ def start_log(
         about = hardware.describe_environment(trainer.device)
         log.write_json("environment.json", about)
         log.write_json("config.json", {"flags": vars(args), "derived": asdict(plan)})
+    every = f"every {args.ckpt_every:,} steps and after" if args.ckpt_every else "after"
     parameters = sum(p.numel() for p in trainer.names)
     log.say(
         f"run            {origin.run_id}, logs in {origin.run_dir}",
-        f"checkpoints    {origin.checkpoints}, every {args.ckpt_every} steps",
+        f"checkpoints    {origin.checkpoints}, {every} the last step",
         *origin.lines(args.resume),
-        f"device         {world.size} x {about['device_name'] or about['cpu']}",
-        *notices,
+        f"ranks          {world.size} on {about['device_name'] or about['cpu']}",
         *data.lines,
         f"model          {args.model}, {parameters:,} parameters",
         *plan.lines,
+        *notices,
     )
     return log
 
@@ -403,6 +434,7 @@ def snapshot(
         "stream": stream.state_dict(),
         "segments": origin.segments(args) + [stream.ledger()],
         "model": asdict(plan.config),
+        "tokenizer": data.tokenizer.spec,
         "meaning": plan.meaning,
         "flags": vars(args),
     }

@@ -81,8 +81,8 @@ def check(table: lancedb.table.Table, args: argparse.Namespace) -> None:
             "name one with --id-column"
         )
     if table.count_rows() == 0:
-        build = common.build_command(common.database(args), table.name)
-        raise SystemExit(f"{name} is empty: add documents with {build}")
+        build = common.command("ingest.py", args)
+        raise SystemExit(f"{name} is empty: add documents with {build} FILES")
     if nulls := table.count_rows(f"`{args.id_column}` IS NULL"):
         raise SystemExit(f"{nulls:,} rows of {name} have no {args.id_column!r}: see --id-column")
     for column, fits in (("is_dup", pa.types.is_boolean), ("score", pa.types.is_floating)):

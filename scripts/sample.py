@@ -23,19 +23,21 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(__doc__)
     parser.add_argument("--checkpoint", default="auto", help="checkpoint directory (auto: newest)")
     parser.add_argument("--ckpt-dir", help="where auto looks")
+    parser.add_argument("--tokenizer", help="where it is now (default: as in training)")
     parser.add_argument("--prompt", default="The ", help="text to continue")
     parser.add_argument("--tokens", type=positive, default=200, help="tokens to sample at most")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
     parser.add_argument("--top-k", type=positive, default=50, help="sample among the k likeliest")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
     parser.add_argument("--device", default="auto", help="auto, cuda (also ROCm) or cpu")
     args = parser.parse_args(argv)
 
     path = checkpoints.find(args.checkpoint, args.ckpt_dir)
     if path is None:
-        raise SystemExit("no checkpoint yet: train one with `python train.py` or name --checkpoint")
+        where = args.ckpt_dir or checkpoints.DEFAULT_ROOT
+        raise SystemExit(f"no checkpoint in {where}: train one, or name another --ckpt-dir")
     device = hardware.choose_device(args.device, local_rank=0)
-    gpt, codec = load(path, device)
+    gpt, codec = load(path, device, args.tokenizer)
     ids = codec.encode(pa.array([args.prompt])).to_pylist()[0] or [codec.eos_id]
     generator = torch.Generator(device).manual_seed(args.seed)
     output = gpt.generate(
@@ -50,13 +52,15 @@ def main(argv: list[str] | None = None) -> None:
     print(codec.decode(output[0].tolist()))
 
 
-def load(path: Path, device: torch.device) -> tuple[model.GPT, tokenizer.Tokenizer]:
-    """The model of a checkpoint and its tokenizer."""
+def load(
+    path: Path, device: torch.device, spec: str | None
+) -> tuple[model.GPT, tokenizer.Tokenizer]:
+    """The model of a checkpoint and its tokenizer, or ``spec``'s where it has moved."""
     record = checkpoints.load_record(path)
     gpt = model.GPT(model.GPTConfig(**record["model"])).to(device).eval()
     tensors = {name: p.detach() for name, p in gpt.named_parameters()}
     checkpoints.load_tensors(path, record, tensors, World())
-    return gpt, tokenizer.load_tokenizer(record["flags"]["tokenizer"])
+    return gpt, tokenizer.load_tokenizer(spec or record["tokenizer"])
 
 
 if __name__ == "__main__":

@@ -56,6 +56,11 @@ def tokenize(table: lancedb.table.Table, args: argparse.Namespace) -> int:
     present = [c for c in (args.tokens_column, "n_tokens") if c in table.schema.names]
     if args.overwrite and present:
         table.drop_columns(present)
+    elif present == ["n_tokens"]:
+        raise SystemExit(
+            f"n_tokens counts the ids of another column than {args.tokens_column}: a table has one "
+            "token column; name it with --tokens-column, or drop the counts with --overwrite"
+        )
     field = tokenizer.token_field(args.tokens_column, codec)
     if args.tokens_column in table.schema.names:
         tokenizer.check_tokenizer(table.schema, args.tokens_column, codec)

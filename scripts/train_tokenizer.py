@@ -30,7 +30,13 @@ def main(argv: list[str] | None = None) -> None:
     group.add_argument(
         "--max-bytes", type=positive, default=1 << 30, help="UTF-8 bytes of text to learn from"
     )
+    group.add_argument("--overwrite", action="store_true", help="replace the file if it is there")
     args = parser.parse_args(argv)
+    if args.out.exists() and not args.overwrite:
+        raise SystemExit(
+            f"--out {args.out} exists, and a table may have been tokenized with it: "
+            "give another name, or --overwrite"
+        )
     if args.vocab_size < MIN_VOCABULARY:
         raise SystemExit(f"--vocab-size {args.vocab_size}: give at least {MIN_VOCABULARY}")
     table = common.open_table(args)
@@ -57,7 +63,9 @@ def train(table: lancedb.table.Table, args: argparse.Namespace) -> None:
         os.replace(partial, args.out)
     except Exception as error:  # the tokenizers library raises bare Exception
         raise SystemExit(f"--out {args.out}: cannot write it: {error}") from None
-    print(f"{args.out}: {bpe.get_vocab_size():,} ids; use it with --tokenizer bpe:{args.out}")
+    found = bpe.get_vocab_size()
+    less = f" (the text has no pairs left for {args.vocab_size:,})" * (found < args.vocab_size)
+    print(f"{args.out}: {found:,} ids{less}; use it with --tokenizer bpe:{args.out}")
 
 
 def texts(table: lancedb.table.Table, args: argparse.Namespace) -> Iterator[list[str]]:

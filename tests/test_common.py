@@ -54,7 +54,7 @@ def test_filter_and_funnel_agree_with_a_loop_over_rows(tmp_path):
     ids = table.search().select(["id"]).where(common.conjunction(terms)).limit(400).to_arrow()
     assert sorted(ids["id"].to_pylist()) == kept
     lines = "\n".join(common.funnel_lines(total, stages))
-    assert f"{nulls[1]} NULL dropped: fill with python scripts/curate.py" in lines
+    assert f"{nulls[1]} NULL dropped: fill with python scripts/curate.py --db {tmp_path}" in lines
 
 
 def test_standing_terms_apply_only_where_their_column_exists(tmp_path, corpus):

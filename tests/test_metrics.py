@@ -68,12 +68,13 @@ def test_other_ranks_write_nothing(tmp_path):
 def test_step_line_has_mfu_only_where_it_is_known():
     values = {
         "step": 3, "epoch": 0, "tokens": 10, "loss": 1.5, "lr": 1e-3, "grad_norm": 0.5,
-        "tokens_per_second": 12_345.0, "mfu": None, "data_wait_share": 0.021, "skipped": 0,
+        "tokens_per_second": 12_345.0, "mfu": None, "data_wait_share": 0.021,
+        "data_wait_ms_p99": 7.0, "skipped": 0,
         "memory_bytes": 1_500_000_000,
     }  # fmt: skip
     line = step_line(values, 10, 65)
-    assert line.startswith("step 3/10  epoch 0  loss 1.5000") and "mfu" not in line
-    assert "12.3k tok/s  wait 2.1%  mem 1.5GB  eta 1m05s" in line
+    assert line.startswith("step  3/10  epoch 0  loss 1.5000") and "mfu" not in line
+    assert "12.3k tok/s  wait  2.1%, p99 7 ms  mem 1.5GB  eta 1m05s" in line
     assert "mfu 43.2%" in step_line(values | {"mfu": 0.432}, 10, 65)
     assert step_line(values | {"skipped": 2}, 10, 65).endswith("skipped 2")
 

@@ -109,6 +109,15 @@ def test_tokenizer_without_end_of_text_is_refused(tmp_path):
         tokenizer.load_tokenizer(f"bpe:{tmp_path / 't.json'}")
 
 
+def test_tokenizer_file_is_not_overwritten_unasked(tmp_path, bpe_file):
+    before = bpe_file.read_bytes()
+    make_table(tmp_path / "db", documents(5))
+    flags = ["--db", str(tmp_path / "db"), "--out", str(bpe_file), "--vocab-size", "300"]
+    with pytest.raises(SystemExit, match="exists, and a table may have been tokenized with it"):
+        train_tokenizer.main(flags)
+    assert bpe_file.read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -73,7 +73,7 @@ def test_run_learns_and_writes_its_directory(corpus, capsys):
     assert steps[-1]["loss"] < steps[0]["loss"] - 1
     assert [r["tokens"] for r in steps] == [256 * s for s in range(1, 31)]
     assert all(r["mfu"] is None and r["skipped"] == 0 for r in steps)
-    assert steps[4]["lr"] == 6e-4 and steps[-1]["lr"] < 1e-9
+    assert steps[4]["lr"] == 6e-4 and 0 < steps[-1]["lr"] < 1e-5
     validation = [r for r in rows if "val_loss" in r]
     assert [r["step"] for r in validation] == [10, 20, 30]
     assert all(set(r) == {"step", "val_loss", "val_bpb"} for r in validation)
@@ -125,7 +125,7 @@ def test_notices_name_what_is_ignored_or_shortened(corpus, capsys):
     go(corpus, "--steps", "2", "--epochs", "3", "--blocks-path", "x", "--eval-batches", "1")
     printed = capsys.readouterr().out
     assert "--epochs 3 is ignored: --steps 2 decides" in printed
-    assert "--warmup-steps 200 is longer than the 2 steps" in printed
+    assert "after 0 steps of warm-up (200 do not fit), cosine to 0 at step 2" in printed
     assert "without effect here: --blocks-path" in printed
 
 
@@ -186,7 +186,7 @@ def test_resume_keeps_run_id_and_directory_and_pinned_version(tmp_path, capsys):
     table.checkout_latest()
     version = table.version
     table.add(pa.table({"id": pa.array([500]), "text": ["later"]}))
-    go(tmp_path / "db", "--steps", "4", "--resume", "auto")
+    go(tmp_path / "db", "--steps", "4", "--resume", "auto", "--lr-total-steps", "4")
     assert list(Path("runs").iterdir()) == [run_dir] and len(losses(run_dir)) == 4
     record = json.loads(next(Path("checkpoints").glob("*/step_00000004/*.json")).read_text())
     assert record["run_id"] == run_dir.name and record["table_version"] == version
@@ -260,19 +260,33 @@ def test_fresh_start_over_checkpoints_is_refused(corpus):
         (("--seq-len", "32"), "--seq-len was 64, is 32"),
         (("--filter", "id > 5"), "documents was"),
         (("--model", "small"), "--model was tiny 4x128, is small 12x768"),
+        (("--steps", "3"), "--lr-total-steps was 2, is 3"),
         (("--shuffle-seed", "7"), "--shuffle-seed was 42, is 7"),
     ],
 )
 def test_resume_of_another_run_lists_old_and_new(corpus, flags, words):
-    go(corpus, "--steps", "1", "--ckpt-dir", "c")
+    go(corpus, "--steps", "2", "--ckpt-every", "1", "--ckpt-dir", "c")
     line = refusal("--db", str(corpus), "--steps", "2", "--resume", "c/step_00000001", *flags)
     assert words in line
+
+
+def test_empty_validation_split_is_said_at_the_start(corpus, capsys):
+    go(corpus, "--steps", "1", "--val-filter", "id < 0", "--run-dir", "r")
+    assert "validation     none: no tokenized row where id < 0" in capsys.readouterr().out
+    assert all("val_loss" not in row for row in records("r"))
+
+
+def test_id_that_occurs_twice_is_refused(tmp_path):
+    make_table(tmp_path / "db", documents(30), twin=pa.array([i // 2 for i in range(30)]))
+    tokenize_corpus.main(["--db", str(tmp_path / "db"), "--workers", "0"])
+    line = refusal("--db", str(tmp_path / "db"), "--steps", "1", "--id-column", "twin")
+    assert "occurs more than once: name a unique column with --id-column" in line
 
 
 def test_damaged_checkpoint_is_refused_by_file_name(corpus):
     go(corpus, "--steps", "1", "--ckpt-dir", "c")
     (shard,) = Path("c/step_00000001").glob("*.safetensors")
-    flags = ("--db", str(corpus), "--steps", "2", "--resume", "c/step_00000001")
+    flags = ("--db", str(corpus), "--steps", "1", "--resume", "c/step_00000001")
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     assert f"{shard.name} is damaged (checksum differs)" in refusal(*flags)
@@ -370,7 +384,7 @@ def test_tokenizer_of_another_table_is_refused_with_both_identities(tmp_path):
     )
     line = refusal("--db", str(tmp_path / "db"), "--steps", "1")
     assert "vocab_size=300" in line and "vocab_size=257" in line
-    assert "use --tokenizer bpe:tokenizer.json" in line
+    assert f"use --tokenizer bpe:{Path('tokenizer.json').resolve()}" in line
 
 
 @pytest.mark.parametrize("bad", [257, 70_000, -1])
