@@ -152,7 +152,10 @@ class Reader:
                 f"document {self._id(offsets[at])} has {found[at]:,} tokens where n_tokens said "
                 f"{lengths[at]:,}: run scripts/tokenize_corpus.py --overwrite"
             )
-        values = lists.flatten().to_numpy(zero_copy_only=False)
+        ids = lists.flatten()
+        if ids.null_count:
+            raise SystemExit(f"column {self.tokens_column} holds NULL ids: tokenize again")
+        values = ids.to_numpy(zero_copy_only=False)
         self._check_ids(values, offsets, lengths)
         stream = np.full(len(values) + len(lengths), self.eos_id, self._dtype(values))
         is_token = np.ones(len(stream), bool)

@@ -128,7 +128,7 @@ def open_stream(arm: dict, cache: Path) -> ElasticStream | LanceDBStream:
         args,
         "n_tokens > 0",
         Codec(),
-        global_batch=BATCH * world.size,
+        global_batch=args.batch_size * world.size,
         world=world,
     )
 
