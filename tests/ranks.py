@@ -24,11 +24,13 @@ import distributed
 import train
 from blocks_loaders import LanceDBStream
 from distributed import World, agreed
+from elastic import ElasticStream
 from engine import Engine
 from model import GPT, GPTConfig
 from tokenizer import ByteTokenizer
 
 CONFIG = GPTConfig(vocab_size=97, seq_len=16, n_layer=2, n_head=2, n_embd=32)
+DIST_TIMEOUT = 8.0  # seconds
 G = 7  # blocks of a global batch: divisible by 1 and 7 ranks only
 
 
@@ -204,6 +206,45 @@ def lancedb_stream(world: World, corpus: Path) -> dict:
     return seen
 
 
+def elastic_stream(world: World, corpus: Path) -> dict:
+    """The global batches, in order, of a size that the ranks do not divide; all ranks map one
+    plan, which whoever comes first builds."""
+    seen = {}
+    for mode in (["--pack"], []):
+        flags = ["--db", str(corpus), "--seq-len", "16", "--batch-size", "2", *mode]
+        flags += ["--plan-cache", str(Path(sys.argv[2]).parent / f"plans{world.size}")]
+        args = train.flag_parser().parse_args(flags)
+        stream = ElasticStream(
+            common.open_table(args),
+            args,
+            "id % 100 != 0",
+            ByteTokenizer(),
+            global_batch=G,
+            world=world,
+        )
+        steps, hashes = stream.steps(), []
+        for _ in range(60):  # across an epoch's end in row mode
+            mine = [b["input_ids"][b["mask"]].tolist() for b in next(steps)]
+            batch = [token for rank in world.gather(mine) for part in rank for token in part]
+            hashes.append(hashlib.sha256(repr(batch).encode()))
+        stream.close()
+        seen["packed" if mode else "rows"] = [h.hexdigest() for h in hashes]
+        assert len(set(map(str, world.gather(stream.state_dict())))) == 1
+    return seen
+
+
+def late_rank(world: World, _: Path) -> dict:
+    """A rank may take longer than --dist-timeout to build something: no collective waits for it."""
+    with agreed(world):
+        if world.size == 2 and world.rank == 1:
+            time.sleep(DIST_TIMEOUT + 2)
+    total = torch.ones(1)
+    if world.size > 1:
+        dist.all_reduce(total)
+    assert total.item() == world.size
+    return {}
+
+
 CHECKS = (
     uneven_gradients,
     one_exchange_per_step,
@@ -212,12 +253,14 @@ CHECKS = (
     failing_together,
     checkpoint,
     lancedb_stream,
+    elastic_stream,
+    late_rank,
 )
 
 
 def main() -> None:
     world = distributed.world_from_environ()
-    world = distributed.join(world, torch.device("cpu"), 120)
+    world = distributed.join(world, torch.device("cpu"), DIST_TIMEOUT)
     torch.set_num_threads(1)
     results = {}
     for check in CHECKS:

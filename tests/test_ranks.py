@@ -51,6 +51,13 @@ def test_validation_is_equal_on_every_world_size(results):
             assert results[size]["validation"][key] == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("mode", ["packed", "rows"])
+def test_elastic_stream_gives_the_same_global_batches_in_order_on_any_world_size(results, mode):
+    for size in SIZES:
+        assert results[size]["elastic_stream"][mode] == results[1]["elastic_stream"][mode]
+    assert len(set(results[1]["elastic_stream"][mode])) == 60
+
+
 @pytest.mark.parametrize("saved_by", SIZES)
 def test_checkpoint_of_any_world_size_is_read_by_one_process(results, saved_by):
     path = Path(results[saved_by]["checkpoint"]["path"])
