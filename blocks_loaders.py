@@ -8,6 +8,10 @@ continues there; ``close()`` leaves nothing running.
 """
 
 import argparse
+import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
@@ -18,8 +22,9 @@ import pyarrow as pa
 import torch
 from lancedb.streaming import StreamingDataLoader, StreamingDataset
 
+from common import check_ids
 from distributed import World
-from flags import not_negative, positive
+from flags import not_negative, positive, seed
 from tokenizer import Tokenizer
 
 Batch = dict[str, torch.Tensor]
@@ -52,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="blocks per optimizer step (0: batch size x ranks x --grad-accum)",
     )
     group.add_argument("--pack", action="store_true", help="pack documents into full blocks")
-    group.add_argument("--shuffle-seed", type=int, default=42, help="order of the documents")
+    group.add_argument("--shuffle-seed", type=seed, default=42, help="order of the documents")
     group = parser.add_argument_group("loader")
     group.add_argument("--loader", choices=["elastic", "lancedb"], default="elastic")
     group.add_argument(
@@ -120,13 +125,19 @@ class LanceDBStream:
         world: World,
     ) -> None:
         self.table, self.args, self.world, self.where = table, args, world, where
-        self.eos_id, self.vocab_size = tokenizer.eos_id, tokenizer.vocab_size
+        self.tokenizer, self.eos_id = tokenizer, tokenizer.eos_id
         self.global_batch = global_batch
         self.accumulation = global_batch // (args.batch_size * world.size)
         self.num_splits = args.num_splits or args.batch_size * world.size
         self._check_splits()
         self.epoch, self.steps_done, self._resume_state = 0, 0, None
         self.dataset, self._running = None, None
+        rows = table.count_rows(where)
+        if rows < self.num_splits:
+            raise SystemExit(
+                f"--loader lancedb: {rows:,} documents do not fill {self.num_splits} splits: lower "
+                "--batch-size or --num-splits"
+            )
         self.blocks_per_epoch = self._count_blocks()
         self.steps_per_epoch = self.blocks_per_epoch // self.global_batch
 
@@ -214,6 +225,7 @@ class LanceDBStream:
             batch_size=size // shares,
             num_workers=workers,
             multiprocessing_context=self.args.mp_context if workers else None,
+            worker_init_fn=leave_with_parent,
         )
         batches = iter(loader)
         while parts := list(islice(batches, shares)):
@@ -234,12 +246,7 @@ class LanceDBStream:
         ids = batch["input_ids"]
         mask = batch.get("mask", ids != PAD_ID)
         ids = ids.masked_fill(~mask, self.eos_id)
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self.vocab_size:
-            raise SystemExit(
-                f"column {self.args.tokens_column} holds token id {high if low >= 0 else low}, "
-                f"outside the {self.vocab_size:,} ids of --tokenizer {self.args.tokenizer}"
-            )
+        check_ids(ids, self.tokenizer, self.args)
         return {**batch, "input_ids": ids, "mask": mask}
 
     def _open(self, epoch: int, blocks: int | str | None) -> StreamingDataset:
@@ -304,6 +311,16 @@ class LanceDBStream:
                 f"--blocks-per-epoch {given}: give auto or a multiple of {self.num_splits} splits"
             )
         return int(given)
+
+
+def leave_with_parent(worker: int) -> None:
+    """End this loader process when its rank is gone: after a SIGKILL nobody else would."""
+
+    def wait() -> None:
+        multiprocessing.parent_process().join()
+        os.kill(os.getpid(), signal.SIGKILL)  # lancedb's threads would hold up any other exit
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 class DocumentBlocks:

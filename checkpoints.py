@@ -25,6 +25,7 @@ from flags import not_negative
 
 FORMAT = 1
 MANIFEST = "checkpoint.json"
+REQUIRED = {"format", "step", "files", "run_id"}
 DEFAULT_ROOT = Path("checkpoints")
 
 
@@ -59,7 +60,11 @@ def save(
             partial.mkdir(parents=True)
     with agreed(world, f"cannot write checkpoint {final}"), quiet():
         writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
-        dcp.save(tensors, storage_writer=writer)
+        try:
+            dcp.save(tensors, storage_writer=writer)
+        except dcp.api.CheckpointException as error:  # one from each rank that failed, on all
+            shutil.rmtree(partial, ignore_errors=True)
+            raise OSError(next(iter(error.failures.values()))[0]) from error
     with agreed(world, f"cannot write checkpoint {final}"):
         if world.is_main:
             shards = sorted(partial.glob("*.safetensors"))
@@ -84,16 +89,18 @@ def load_record(path: Path) -> dict:
     try:
         record = json.loads(manifest.read_text())
     except (OSError, ValueError) as error:
-        raise SystemExit(f"--resume {path}: no complete checkpoint: {error}") from None
-    if record.get("format") != FORMAT:
+        raise SystemExit(f"checkpoint {path}: no complete checkpoint: {error}") from None
+    if not isinstance(record, dict) or not record.keys() >= REQUIRED:
+        raise SystemExit(f"checkpoint {path}: {MANIFEST} lacks what belongs there")
+    if record["format"] != FORMAT:
         raise SystemExit(
-            f"--resume {path}: format {record.get('format')}, this version reads {FORMAT}"
+            f"checkpoint {path}: format {record['format']}, this version reads {FORMAT}"
         )
     for name, wanted in record["files"].items():
         size = (path / name).stat().st_size if (path / name).exists() else None
         if size != wanted["bytes"]:
             raise SystemExit(
-                f"--resume {path}: {name} is damaged ({size} bytes, not {wanted['bytes']})"
+                f"checkpoint {path}: {name} is damaged ({size} bytes, not {wanted['bytes']})"
             )
     return record
 
@@ -104,7 +111,7 @@ def load_tensors(path: Path, record: dict, tensors: dict[str, torch.Tensor], wor
         shards = sorted(record["files"])
         for name in shards[world.rank :: world.size]:  # each rank verifies its share
             if sha256(path / name) != record["files"][name]["sha256"]:
-                raise SystemExit(f"--resume {path}: {name} is damaged (checksum differs)")
+                raise SystemExit(f"checkpoint {path}: {name} is damaged (checksum differs)")
     with agreed(world, f"cannot load checkpoint {path}"), quiet():
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
 

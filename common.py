@@ -6,6 +6,7 @@ this module; nothing here knows about torch models or the training loop.
 
 import argparse
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ import lancedb
 import numpy as np
 import pyarrow as pa
 import torch
+
+from flags import finite
+from tokenizer import Tokenizer
 
 DEFAULT_DB = "./lance_pretrain_db"
 DEFAULT_TABLE = "corpus"
@@ -51,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tokenizer", default="byte", help="byte, hf:<name or directory> or bpe:<tokenizer.json>"
     )
-    group.add_argument("--min-score", type=float, default=1.0, help="train on score >= this")
+    group.add_argument("--min-score", type=finite, default=1.0, help="train on score >= this")
     group.add_argument("--filter", default="", help="SQL predicate added to the standing terms")
     group.add_argument(
         "--no-pin-tag", action="store_true", help="do not tag the table version of the run"
@@ -175,16 +179,24 @@ class Pin:
             self.table.tags.delete(self.name)
 
 
-def one_line(error: BaseException) -> str:
-    """The message of ``error`` on one line, without the place in somebody's Rust source."""
-    text = " ".join(str(error).split())
-    return text.split(", /home/")[0] or type(error).__name__
+def one_line(error: BaseException | str) -> str:
+    """A message on one line, without the place in somebody's Rust source."""
+    text = re.sub(r", /\S+\.rs:\d+:\d+", "", " ".join(str(error).split()))
+    return text or type(error).__name__
 
 
 def require_column(table: lancedb.table.Table, column: str, flag: str) -> None:
     """Raise SystemExit, naming ``flag``, where the table lacks ``column``."""
     if column not in table.schema.names:
         raise SystemExit(f"table {table.name!r} has no column {column!r}: name it with {flag}")
+
+
+def require_text(table: lancedb.table.Table, args: argparse.Namespace) -> None:
+    """Raise SystemExit where ``--text-column`` is missing or not text."""
+    require_column(table, args.text_column, "--text-column")
+    kind = table.schema.field(args.text_column).type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise SystemExit(f"column {args.text_column!r} is {kind}, not text: see --text-column")
 
 
 def require_columns(table: lancedb.table.Table, args: argparse.Namespace) -> None:
@@ -223,11 +235,11 @@ def require_columns(table: lancedb.table.Table, args: argparse.Namespace) -> Non
 
 @dataclass(frozen=True)
 class Term:
-    """One term of the training filter: ``sql``, and the column whose NULLs it would drop."""
+    """One term of the training filter. ``flag`` or column that it comes from, for messages."""
 
     label: str
     sql: str
-    column: str | None = None
+    flag: str
     mend: str = ""  # the command that fills the NULLs
 
 
@@ -241,18 +253,23 @@ def training_terms(schema: pa.Schema, args: argparse.Namespace) -> list[Term]:
     A standing term applies only where its column exists. SQL's ``NOT x`` and ``x >= y`` are not
     true for NULL, so each of these terms drops NULL rows; the funnel counts them.
     """
-    terms = [Term("training split", f"NOT ({validation_filter(args)})")]
+    terms = [Term("training split", f"NOT {bracketed(validation_filter(args))}", "--val-filter")]
+    curate = command("curate.py", args)
     if "is_dup" in schema.names:
-        mend = command("curate.py", args)
-        terms.append(Term("not duplicate", "NOT is_dup", "is_dup", mend))
+        terms.append(Term("not duplicate", "NOT is_dup", "column is_dup", curate))
     if "score" in schema.names:
         sql = f"score >= {args.min_score}"
-        terms.append(Term(sql, sql, "score", command("curate.py", args)))
+        terms.append(Term(sql, sql, "column score, --min-score", curate))
     if args.filter:
-        terms.append(Term("--filter", f"({args.filter})"))
+        terms.append(Term("--filter", bracketed(args.filter), "--filter"))
     mend = command("tokenize_corpus.py", args)
-    terms.append(Term("tokenized", "n_tokens > 0", "n_tokens", mend))
+    terms.append(Term("tokenized", "n_tokens > 0", "column n_tokens", mend))
     return terms
+
+
+def bracketed(sql: str) -> str:
+    """A user's predicate as one operand; a comment in it ends with its line."""
+    return f"({sql}\n)" if "--" in sql else f"({sql})"
 
 
 def conjunction(terms: list[Term]) -> str:
@@ -268,6 +285,14 @@ class Stage:
     nulls: int
 
 
+def count(table: lancedb.table.Table, sql: str, flag: str) -> int:
+    """Rows where ``sql`` is true. Raises SystemExit, naming ``flag``, for one that is not valid."""
+    try:
+        return table.count_rows(sql)
+    except (ValueError, RuntimeError) as error:
+        raise SystemExit(f"{flag}: {one_line(sql)}: {one_line(error)}") from None
+
+
 def funnel(table: lancedb.table.Table, terms: list[Term]) -> tuple[int, list[Stage]]:
     """Count what each term leaves. Returns (rows of the table, stages).
 
@@ -276,19 +301,16 @@ def funnel(table: lancedb.table.Table, terms: list[Term]) -> tuple[int, list[Sta
     total, stages = table.count_rows(), []
     for i, term in enumerate(terms):
         before = " AND ".join(t.sql for t in terms[:i]) or "true"
-        try:
-            rows = table.count_rows(f"{before} AND {term.sql}")
-        except (ValueError, RuntimeError) as error:
-            flag = "--val-filter" if term.label == "training split" else "--filter"
-            raise SystemExit(f"{flag}: {term.sql}: {one_line(error)}") from None
-        nulls = table.count_rows(f"{before} AND {term.column} IS NULL") if term.column else 0
+        rows = count(table, f"{before} AND {term.sql}", term.flag)
+        nulls = count(table, f"{before} AND ({term.sql}) IS NULL", term.flag)
         stages.append(Stage(term, rows, nulls))
     if stages[-1].rows == 0:
         emptied = next(stage for stage in stages if stage.rows == 0)
-        hint = f": fill the NULLs with {emptied.term.mend}" if emptied.nulls else ""
+        fill = emptied.nulls and emptied.term.mend
+        hint = f": fill the NULLs with {emptied.term.mend}" if fill else ""
         before = ([total] + [stage.rows for stage in stages])[stages.index(emptied)]
         raise SystemExit(
-            f"the filter leaves no row of {total:,}: {emptied.term.sql} drops the last "
+            f"the filter leaves no row of {total:,}: {one_line(emptied.term.sql)} drops the last "
             f"{before:,}{hint}"
         )
     return total, stages
@@ -300,7 +322,8 @@ def funnel_lines(total: int, stages: list[Stage]) -> list[str]:
     for stage in stages:
         note = ""
         if stage.nulls:
-            note = f"   {stage.nulls:,} NULL dropped: fill with {stage.term.mend}"
+            fill = f": fill with {stage.term.mend}" if stage.term.mend else ""
+            note = f"   {stage.nulls:,} NULL dropped{fill}"
         lines.append(f"{'':<15}{stage.term.label:<24}{stage.rows:>14,}{note}")
     return lines
 
@@ -352,6 +375,16 @@ def validation_batches(
             "mask": torch.arange(B * T).view(B, T) < end - begin,
             "doc_ids": torch.from_numpy(documents - documents[:, :1]),
         }
+
+
+def check_ids(ids: torch.Tensor, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
+    """Raise SystemExit for an id that is not one of the tokenizer's."""
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= tokenizer.vocab_size:
+        raise SystemExit(
+            f"column {args.tokens_column} holds token id {high if low >= 0 else low}, outside the "
+            f"{tokenizer.vocab_size:,} ids of --tokenizer {args.tokenizer}"
+        )
 
 
 def take_tokens(table: lancedb.table.Table, column: str, row_ids: np.ndarray) -> pa.ListArray:

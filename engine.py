@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--grad-clip", type=magnitude, default=1.0, help="gradient norm (0: no clipping)"
     )
     group.add_argument("--compile", action="store_true", help="torch.compile the model")
-    group.add_argument("--compile-mode", default="default", help="torch.compile's mode")
+    modes = ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+    group.add_argument("--compile-mode", choices=modes, default="default")
 
 
 def learning_rate(step: int, peak: float, warmup: int, total: int, min_ratio: float) -> float:

@@ -21,6 +21,20 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see --help)\n")
 
 
+def finite(text: str) -> float:
+    """An argparse type: a number that is neither NaN nor infinite."""
+    if not math.isfinite(float(text)):
+        raise argparse.ArgumentTypeError(f"{text}: give a finite number")
+    return float(text)
+
+
+def seed(text: str) -> int:
+    """An argparse type: an integer from 0 to 2^63 - 1."""
+    if not 0 <= int(text) < 2**63:
+        raise argparse.ArgumentTypeError(f"{text}: give an integer from 0 to 2^63 - 1")
+    return int(text)
+
+
 def fraction(text: str) -> float:
     """An argparse type: a number from 0 to 1."""
     if not 0 <= float(text) <= 1:
@@ -39,6 +53,13 @@ def positive(text: str) -> int:
     """An argparse type: an integer of at least 1."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: give at least 1")
+    return int(text)
+
+
+def at_least_two(text: str) -> int:
+    """An argparse type: an integer of at least 2."""
+    if int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text}: give at least 2")
     return int(text)
 
 

@@ -73,7 +73,8 @@ class Meter:
 
     def wait_percentiles(self, *percents: int) -> list[float]:
         """Percentiles of the steps' waits in the interval, milliseconds."""
-        return (1e3 * np.percentile(self.waits, percents)).tolist()
+        waits = self.waits or [0.0]  # compiling took the whole interval
+        return (1e3 * np.percentile(waits, percents)).tolist()
 
     def eta(self, done: int, left: int) -> float:
         """Seconds that ``left`` steps take at the mean pace of ``done``, everything included."""
@@ -167,13 +168,18 @@ def cut_back(path: Path, step: int) -> Path:
     return path
 
 
-def start_wandb(project: str, run_dir: Path):
-    """A Weights & Biases run. Raises SystemExit where the package is missing."""
+def require_wandb():
+    """The Weights & Biases package. Raises SystemExit where it is missing."""
     try:
         import wandb
     except ImportError:
         raise SystemExit("--wandb needs the package: pip install wandb") from None
-    return wandb.init(project=project, dir=run_dir, name=run_dir.name, resume="allow")
+    return wandb
+
+
+def start_wandb(project: str, run_dir: Path):
+    """A Weights & Biases run."""
+    return require_wandb().init(project=project, dir=run_dir, name=run_dir.name, resume="allow")
 
 
 def validation_line(step: int, result: dict[str, float]) -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from flags import positive
+from flags import at_least_two
 
 IGNORE = -100  # a position without a target; F.cross_entropy's default ignore_index
 
@@ -28,7 +28,7 @@ PRESETS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--model", choices=PRESETS, default="tiny", help="GPT-2 preset")
-    group.add_argument("--seq-len", type=positive, default=512, help="tokens per block")
+    group.add_argument("--seq-len", type=at_least_two, default=512, help="tokens per block")
 
 
 @dataclass(frozen=True)

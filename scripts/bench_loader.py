@@ -28,7 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
 import hardware
-import train
+import launch
 from blocks_loaders import LanceDBStream
 from distributed import World
 from elastic import ElasticStream
@@ -118,7 +118,7 @@ def make(work: Path) -> None:
 
 def open_stream(arm: dict, cache: Path) -> ElasticStream | LanceDBStream:
     flags = ["--db", arm["table"], "--pack", "--seq-len", str(T), "--batch-size", str(BATCH)]
-    args = train.flag_parser().parse_args(
+    args = launch.flag_parser().parse_args(
         [*flags, "--plan-cache", str(cache), *arm.get("flags", [])]
     )
     loader = ElasticStream if arm["loader"] == "elastic" else LanceDBStream

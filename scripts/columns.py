@@ -12,6 +12,7 @@ from itertools import chain
 import lance
 import lancedb
 import pyarrow as pa
+from lance.commit import CommitConflictError
 
 SLICE_BYTES = 128 << 20  # input per commit: bounds memory, and the work an interruption loses
 BATCH_ROWS = 1024
@@ -71,11 +72,14 @@ def _fill_slice(
     values = pa.RecordBatchReader.from_batches(output, compute(chain([first], batches)))
     # a second handle: update_columns holds its fragment while it draws from the scan above
     updated, modified = table.to_lance().get_fragment(fragment_id).update_columns(values)
-    lance.LanceDataset.commit(
-        dataset,
-        lance.LanceOperation.Update(updated_fragments=[updated], fields_modified=modified),
-        read_version=dataset.version,
-    )
+    change = lance.LanceOperation.Update(updated_fragments=[updated], fields_modified=modified)
+    try:
+        lance.LanceDataset.commit(dataset, change, read_version=dataset.version)
+    except CommitConflictError:
+        raise SystemExit(
+            f"something else wrote to table {table.name!r} meanwhile: run this again, alone; what "
+            "was committed stays"
+        ) from None
     return True
 
 

@@ -152,9 +152,10 @@ class Corpus:
 
     def _commit(self, rows: pa.Table) -> None:
         if self.table is None:
-            self.table = common.connect(self.uri, create=True).create_table(self.name, rows)
+            # empty first: two that create it at once then meet at the check below
+            database = common.connect(self.uri, create=True)
+            self.table = database.create_table(self.name, schema=self.schema)
             self.version = self.table.version
-            return
         self._expect_version(self.version, "nothing of this batch was written")
         if self.missing:
             self.table.to_lance().add_columns(pa.schema(self.missing))

@@ -134,4 +134,4 @@ def _start_worker(initializer: Callable | None, initargs: tuple) -> None:
 def _leave_with_parent() -> None:
     """End this worker when its parent is gone: after a SIGKILL nobody else would."""
     multiprocessing.parent_process().join()
-    os._exit(1)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def tokenize(table: lancedb.table.Table, args: argparse.Namespace) -> int:
     """Fill the token column and n_tokens where n_tokens is NULL. Returns the rows filled."""
-    common.require_column(table, args.text_column, "--text-column")
+    common.require_text(table, args)
     codec = tokenizer.load_tokenizer(args.tokenizer)
     present = [c for c in (args.tokens_column, "n_tokens") if c in table.schema.names]
     if args.overwrite and present:
@@ -63,9 +63,13 @@ def tokenize(table: lancedb.table.Table, args: argparse.Namespace) -> int:
         )
     field = tokenizer.token_field(args.tokens_column, codec)
     if args.tokens_column in table.schema.names:
-        tokenizer.check_tokenizer(table.schema, args.tokens_column, codec)
+        if tokenizer.check_tokenizer(table.schema, args.tokens_column, codec):
+            raise SystemExit(
+                f"column {args.tokens_column} does not say who tokenized it: --count-only keeps "
+                "its ids, --overwrite drops them, --tokens-column names another"
+            )
         field = table.schema.field(args.tokens_column)
-    fields = pa.schema([field, N_TOKENS])
+    fields = pa.schema([field, counts_field(table)])
     with (
         progress(table, "tokenize") as bar,
         WorkerPool(args.workers, tokenizer.start_worker, (args.tokenizer,)) as pool,
@@ -74,7 +78,8 @@ def tokenize(table: lancedb.table.Table, args: argparse.Namespace) -> int:
         def compute(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for row_ids, ids in pool.map(tokenizer.encode_rows, batches):
                 bar.update(len(row_ids))
-                yield filled(row_ids, fields, ids.cast(field.type), ids.value_lengths())
+                lengths = ids.value_lengths().cast(fields.field("n_tokens").type)
+                yield filled(row_ids, fields, ids.cast(field.type), lengths)
 
         fill_columns(table, fields, [args.text_column], N_TOKENS.name, compute)
         return bar.total
@@ -83,17 +88,28 @@ def tokenize(table: lancedb.table.Table, args: argparse.Namespace) -> int:
 def count_tokens(table: lancedb.table.Table, args: argparse.Namespace) -> int:
     """Fill n_tokens from a token column that somebody else wrote. Returns the rows filled."""
     common.require_column(table, args.tokens_column, "--tokens-column")
-    fields = pa.schema([N_TOKENS])
+    fields = pa.schema([counts_field(table)])
     with progress(table, "count") as bar:
 
         def compute(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for batch in batches:
                 bar.update(batch.num_rows)
                 lengths = pc.list_value_length(batch.column(args.tokens_column)).fill_null(0)
-                yield filled(batch.column("_rowid"), fields, lengths.cast(pa.int32()))
+                lengths = lengths.cast(fields.field("n_tokens").type)
+                yield filled(batch.column("_rowid"), fields, lengths)
 
         fill_columns(table, fields, [args.tokens_column], N_TOKENS.name, compute)
         return bar.total
+
+
+def counts_field(table: lancedb.table.Table) -> pa.Field:
+    """n_tokens as the table has it. Raises SystemExit where it is no integer."""
+    if N_TOKENS.name not in table.schema.names:
+        return N_TOKENS
+    field = table.schema.field(N_TOKENS.name)
+    if not pa.types.is_integer(field.type):
+        raise SystemExit(f"column n_tokens is {field.type}, not an integer: --overwrite drops it")
+    return field
 
 
 def filled(row_ids: pa.Array, fields: pa.Schema, *values: pa.Array) -> pa.RecordBatch:

@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.vocab_size < MIN_VOCABULARY:
         raise SystemExit(f"--vocab-size {args.vocab_size}: give at least {MIN_VOCABULARY}")
     table = common.open_table(args)
-    common.require_column(table, args.text_column, "--text-column")
+    common.require_text(table, args)
     train(table, args)
 
 

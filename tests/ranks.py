@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import checkpoints
 import common
 import distributed
-import train
+import launch
 from blocks_loaders import LanceDBStream
 from distributed import World, agreed
 from elastic import ElasticStream
@@ -130,7 +130,7 @@ def one_bad_rank(world: World, _: Path) -> dict:
 
 def validation(world: World, corpus: Path) -> dict:
     """Loss and bits per byte of a validation set with a ragged tail."""
-    args = train.flag_parser().parse_args(
+    args = launch.flag_parser().parse_args(
         ["--db", str(corpus), "--val-filter", "id % 3 = 0", "--seq-len", "16", "--batch-size", "3"]
     )
     model = GPT(GPTConfig(257, 16, 2, 2, 32), seed=3)
@@ -179,7 +179,7 @@ def lancedb_stream(world: World, corpus: Path) -> dict:
         for workers in (0, 2):
             flags = ["--db", str(corpus), "--seq-len", "16", "--num-splits", "8"]
             flags += ["--batch-size", str(24 // world.size), "--num-workers", str(workers)]
-            args = train.flag_parser().parse_args(flags + ["--pack"] * pack)
+            args = launch.flag_parser().parse_args(flags + ["--pack"] * pack)
             if 8 % world.size or (workers and world.size != 2):  # starting workers takes long
                 continue
             stream = LanceDBStream(
@@ -213,7 +213,7 @@ def elastic_stream(world: World, corpus: Path) -> dict:
     for mode in (["--pack"], []):
         flags = ["--db", str(corpus), "--seq-len", "16", "--batch-size", "2", *mode]
         flags += ["--plan-cache", str(Path(sys.argv[2]).parent / f"plans{world.size}")]
-        args = train.flag_parser().parse_args(flags)
+        args = launch.flag_parser().parse_args(flags)
         stream = ElasticStream(
             common.open_table(args),
             args,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import common
-import train
+import launch
 from blocks_loaders import DocumentBlocks, LanceDBStream
 from distributed import World
 from tests.conftest import documents
@@ -15,7 +15,7 @@ from tokenizer import ByteTokenizer
 
 
 def open_stream(corpus, *flags: str) -> LanceDBStream:
-    args = train.flag_parser().parse_args(["--db", str(corpus), "--seq-len", "64", *flags])
+    args = launch.flag_parser().parse_args(["--db", str(corpus), "--seq-len", "64", *flags])
     return LanceDBStream(
         common.open_table(args),
         args,

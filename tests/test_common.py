@@ -78,9 +78,9 @@ def test_half_tokenized_table_trains_on_its_half_and_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--filter", "bogus > 1"], "--filter: (bogus > 1): "),
-        (["--filter", "id >"], "--filter: (id >): "),
-        (["--val-filter", "nope"], "--val-filter: NOT (nope): "),
+        (["--filter", "bogus > 1"], "--filter: NOT (`id` % 100 = 0) AND (bogus > 1): "),
+        (["--filter", "id >"], "--filter: NOT (`id` % 100 = 0) AND (id >): "),
+        (["--val-filter", "nope"], "--val-filter: true AND NOT (nope): "),
         (["--filter", "id < 0"], "the filter leaves no row of 300"),
         (["--val-filter", "true"], "the filter leaves no row of 300"),
     ],

@@ -362,7 +362,7 @@ def test_a_table_that_does_not_fit_is_refused_in_one_line(tmp_path, data, flags,
 
 def test_an_empty_table_is_refused(tmp_path):
     create(tmp_path, [])
-    with pytest.raises(SystemExit, match=r"table 'corpus' is empty: add documents with `python"):
+    with pytest.raises(SystemExit, match=r"table 'corpus' is empty: add documents with python"):
         curate_table(tmp_path)
 
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import common
-import train
+import launch
 from distributed import World
 from elastic import ElasticStream
 from tokenizer import ByteTokenizer
@@ -87,7 +87,7 @@ ALONE = World()
 
 
 def open_stream(path, *flags, world=ALONE, G=4, where="n_tokens > 0") -> ElasticStream:
-    args = train.flag_parser().parse_args(
+    args = launch.flag_parser().parse_args(
         ["--db", str(path), "--plan-cache", str(Path(path) / "cache"), *flags]
     )
     return ElasticStream(
@@ -152,7 +152,7 @@ def test_order_is_pinned_by_golden_values():
 def test_stream_is_its_definition_for_any_world_batch_and_resume(tmp_path_factory, data):
     draw = data.draw
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    T = draw(st.sampled_from([1, 2, 5, 16, 33]))
+    T = draw(st.sampled_from([2, 3, 5, 16, 33]))
     docs = documents(rng, draw(st.integers(1, 60)), draw(st.sampled_from([1, 3, T, 6 * T])))
     clump = draw(st.sampled_from([1, 1, 2, 7]))
     shuffle = draw(st.booleans())

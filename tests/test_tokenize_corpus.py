@@ -149,6 +149,21 @@ def test_count_only_adds_lengths_to_somebody_elses_tokens(tmp_path):
     assert table.to_arrow().sort_by("id")["n_tokens"].to_pylist() == [3, 0, 0, 1]
 
 
+def test_tokens_of_somebody_else_are_never_overwritten_unasked(tmp_path):
+    theirs = pa.array([[7, 8, 9]] * 4, pa.list_(pa.int32()))
+    table = make_table(tmp_path, list("abcd"), input_ids=theirs)
+    with pytest.raises(SystemExit, match="does not say who tokenized it: --count-only keeps"):
+        tokenize(tmp_path)
+    table.checkout_latest()
+    assert table.to_arrow()["input_ids"].to_pylist() == [[7, 8, 9]] * 4
+    tokenize(tmp_path, "--count-only")
+    with pytest.raises(SystemExit, match="n_tokens counts the ids of another column"):
+        tokenize(tmp_path, "--tokens-column", "second")
+    tokenize(tmp_path, "--overwrite")
+    table.checkout_latest()
+    check_bytes(table)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

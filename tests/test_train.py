@@ -9,11 +9,13 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import lancedb
 import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import launch
 import train
 from scripts import tokenize_corpus
 from tests.conftest import ROOT, documents, make_table, run, torchrun
@@ -249,6 +251,14 @@ def test_resume_after_cleanup_of_its_version_continues_on_equal_data_only(tmp_pa
     assert len(record["segments"]) == 2 and record["stream"]["block"] == 4
 
 
+def test_fresh_start_keeps_another_runs_log(corpus):
+    go(corpus, "--steps", "2", "--run-dir", "r")
+    before = Path("r/metrics.jsonl").read_text()
+    line = refusal("--db", str(corpus), "--steps", "1", "--run-dir", "r")
+    assert "--run-dir r holds the log of another run" in line
+    assert Path("r/metrics.jsonl").read_text() == before
+
+
 def test_fresh_start_over_checkpoints_is_refused(corpus):
     go(corpus, "--steps", "1", "--ckpt-dir", "c")
     assert "--resume auto" in refusal("--db", str(corpus), "--steps", "1", "--ckpt-dir", "c")
@@ -333,7 +343,7 @@ def test_refusal_under_torchrun_is_one_line_of_ours(corpus, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--filter", "bogus > 1"), "--filter: (bogus > 1): "),
+        (("--filter", "bogus > 1"), "No field named bogus"),
         (("--filter", "id < 0"), "the filter leaves no row of 300"),
         (("--tokenizer", "bpe:/nowhere.json"), "--tokenizer bpe:/nowhere.json: cannot load it"),
         (("--table", "other"), "no table 'other'"),
@@ -343,7 +353,7 @@ def test_refusal_under_torchrun_is_one_line_of_ours(corpus, tmp_path):
         (("--seq-len", "60000"), "no step to train: an epoch has 0 blocks, a step takes 4"),
         (("--batch-size", "2000"), "an epoch has 918 blocks, a step takes 2,000"),
         (("--device", "cuda"), "--device cuda"),
-        (("--resume", "nowhere"), "--resume nowhere: no complete checkpoint"),
+        (("--resume", "nowhere"), "checkpoint nowhere: no complete checkpoint"),
         (("--wandb", "p"), "--wandb needs the package: pip install wandb"),
     ],
 )
@@ -354,7 +364,12 @@ def test_bad_flag_is_refused_in_one_line(corpus, flags, words):
 
 @pytest.mark.parametrize(
     "flags",
-    [("--epochs", "0"), ("--batch-size", "0"), ("--steps", "-1"), ("--blocks-mode", "lance")],
+    [
+        *(("--epochs", "0"), ("--batch-size", "0"), ("--steps", "-1"), ("--blocks-mode", "lance")),
+        *(("--lr", "nan"), ("--lr", "-1"), ("--grad-clip", "-1"), ("--min-lr-ratio", "7")),
+        *(("--weight-decay", "nan"), ("--seq-len", "1"), ("--min-score", "nan")),
+        *(("--seed", "-1"), ("--shuffle-seed", str(10**30)), ("--compile-mode", "foo")),
+    ],
 )
 def test_bad_number_is_refused_in_one_line(corpus, capsys, flags):
     with pytest.raises(SystemExit) as refused:
@@ -396,12 +411,56 @@ def test_id_outside_the_vocabulary_stops_the_run(tmp_path, bad):
     assert f"holds token id {bad} in column input_ids, outside the 257 ids of --tok" in line
 
 
+def test_id_outside_the_vocabulary_in_validation_is_found_at_the_start(tmp_path):
+    ids = pa.array([[1, 2, 300 if i % 100 == 0 else 3] for i in range(300)])
+    make_table(tmp_path / "db", documents(300), input_ids=ids)
+    tokenize_corpus.main(["--db", str(tmp_path / "db"), "--count-only"])
+    line = refusal("--db", str(tmp_path / "db"), "--steps", "1")
+    assert "holds token id 300, outside the 257 ids" in line and not Path("runs").exists()
+
+
+def test_columns_of_any_name_can_be_used(tmp_path):
+    table = {"Doc ID": range(300), "select": documents(300)}
+    lancedb.connect(tmp_path / "db").create_table("corpus", pa.table(table))
+    names = ("--db", str(tmp_path / "db"), "--id-column", "Doc ID", "--text-column", "select")
+    tokenize_corpus.main([*names, "--tokens-column", "Token Ids", "--workers", "0"])
+    train.main([*names, *SMALL, "--tokens-column", "Token Ids", "--steps", "2"])
+
+
+@pytest.mark.slow
+def test_full_disk_is_one_line_and_leaves_nothing_half_written(corpus, tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not allowed here")
+    try:
+        line = refusal("--db", str(corpus), "--steps", "2", "--ckpt-dir", str(small / "c"))
+        assert "cannot write checkpoint" in line and "No space left" in line
+        assert list((small / "c").iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+@pytest.mark.slow
+def test_rank_with_other_flags_is_refused(corpus, tmp_path):
+    code = (
+        "import os, sys; sys.path.insert(0, sys.argv[1]); import train\n"
+        "train.main(sys.argv[2:] + ['--seq-len', '3' + os.environ['RANK']])"
+    )
+    (tmp_path / "other.py").write_text(code)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--nproc-per-node=2", "other.py", str(ROOT), "--db", str(corpus), *SMALL]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode and "flag seq_len is 31 on rank 1, 30 on rank 0" in done.stderr
+
+
 def test_run_directory_that_cannot_be_written_is_refused(corpus):
     Path("file").write_text("in the way")
     line = refusal("--db", str(corpus), "--steps", "1", "--run-dir", "file")
     assert line.startswith("--run-dir file: ")
-    line = refusal("--db", str(corpus), "--steps", "1", "--ckpt-dir", "file/c")
-    assert "file/c" in line
+    line = refusal("--db", str(corpus), "--steps", "9", "--ckpt-dir", "file/c")
+    assert line.startswith("--ckpt-dir file/c: ") and not Path("runs").exists()
 
 
 def test_out_of_memory_names_the_batch_size(corpus, tmp_path):
@@ -437,7 +496,7 @@ def test_smoke_command_builds_the_demo_corpus_once(tmp_path):
 
 
 def test_flags_have_the_missions_names_and_defaults():
-    flags = train.flag_parser().parse_args([])
+    flags = launch.flag_parser().parse_args([])
     expected = {
         "tokenizer": "byte", "model": "tiny", "seq_len": 512, "batch_size": 8, "pack": False,
         "num_splits": 0, "shuffle_seed": 42, "min_score": 1.0, "blocks_per_epoch": "",

@@ -1,0 +1,274 @@
+"""Set-up of a run, in the order of its steps: where it starts, its data, its numbers, its parts.
+
+Each step fails on all ranks or on none, and raises SystemExit for what a user can mend.
+"""
+
+import argparse
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+import lancedb
+import torch
+
+import blocks_loaders
+import checkpoints
+import common
+import elastic
+import engine
+import hardware
+import metrics
+import model
+import tokenizer
+from distributed import World, agreed
+from flags import Parser, not_negative, positive, seed
+
+OWN_FLAGS = {"db", "plan_cache"}  # paths that may differ between nodes
+MODULES = (common, model, blocks_loaders, elastic, engine, checkpoints, metrics, hardware)
+
+
+def flag_parser(doc: str | None = None) -> Parser:
+    """Every flag of train.py; each module adds its own group."""
+    parser = Parser(doc)
+    group = parser.add_argument_group("run")
+    group.add_argument("--steps", type=not_negative, default=0, help="length, optimizer steps")
+    group.add_argument("--epochs", type=positive, default=1, help="length where --steps is 0")
+    group.add_argument("--seed", type=seed, default=1234, help="of the initial weights")
+    for module in MODULES:
+        module.add_arguments(parser)
+    return parser
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where the run starts, a checkpoint or step 0, and where it writes."""
+
+    run_id: str
+    checkpoint: Path | None
+    record: dict  # what it says of the run; empty at step 0
+    run_dir: Path
+    ckpt_dir: Path
+
+    @property
+    def step(self) -> int:
+        return self.record.get("step", 0)
+
+    @property
+    def totals(self) -> list[int]:
+        """Tokens trained on, steps skipped, tokens in those."""
+        return [self.record.get(key, 0) for key in ("tokens", "skipped", "skipped_tokens")]
+
+    def segments(self, args: argparse.Namespace) -> list[dict]:
+        """Ledgers of what was read before this stream began: --resume-data new begins another."""
+        recorded = self.record.get("segments", [])
+        return recorded if args.resume_data == "new" else recorded[:-1]
+
+    def lines(self, resume: str) -> list[str]:
+        if self.checkpoint:
+            return [f"resumed        {self.checkpoint} at step {self.step:,}"]
+        return ["--resume auto: no checkpoint there yet, starting at step 0"] if resume else []
+
+
+def find_start(args: argparse.Namespace, world: World) -> Start:
+    given = {k: v for k, v in vars(args).items() if k not in OWN_FLAGS}
+    flags = world.gather(given)
+    with agreed(world):
+        for name, value in given.items():
+            if value != flags[0][name]:
+                raise SystemExit(
+                    f"flag {name} is {value} on rank {world.rank}, {flags[0][name]} on rank 0"
+                )
+    with agreed(world):
+        if args.wandb:
+            metrics.require_wandb()
+        path = checkpoints.find(args.resume, args.ckpt_dir) if world.is_main else None
+    path, run_id = world.broadcast((path, secrets.token_hex(4)))
+    with agreed(world):
+        record = checkpoints.load_record(path) if path else {}
+    run_id = record.get("run_id", run_id)
+    run_dir = Path(args.run_dir or record.get("run_dir") or Path("runs") / run_id)
+    beside = path.parent if path else checkpoints.DEFAULT_ROOT / run_id
+    return Start(run_id, path, record, run_dir, Path(args.ckpt_dir or beside))
+
+
+@dataclass(frozen=True)
+class Data:
+    """The pinned table, which of its rows to train on, and how to read its ids."""
+
+    table: lancedb.table.Table
+    pin: common.Pin
+    tokenizer: tokenizer.Tokenizer
+    where: str
+    lines: list[str]  # what the start prints of it
+
+
+def open_data(args: argparse.Namespace, start: Start, world: World) -> Data:
+    with agreed(world):
+        version = None if args.resume_data == "new" else start.record.get("table_version")
+        table, lines = common.open_pinned(args, version)
+        common.require_columns(table, args)
+        codec = tokenizer.load_tokenizer(args.tokenizer)
+        notice = tokenizer.check_tokenizer(table.schema, args.tokens_column, codec)
+        terms = common.training_terms(table.schema, args)
+        counts = common.funnel(table, terms) if world.is_main else None
+    version = world.broadcast(table.version)
+    with agreed(world):
+        try:
+            table.checkout(version)  # somebody may append while we start
+        except (ValueError, RuntimeError):
+            raise SystemExit(f"this rank's table has no version {version}, rank 0's has") from None
+    lines.insert(0, f"table          {table.name} version {table.version}")
+    lines += common.funnel_lines(*counts) if counts else []
+    lines += [notice] if notice else []
+    pin = common.Pin(table, start.run_id, enabled=world.is_main and not args.no_pin_tag)
+    return Data(table, pin, codec, common.conjunction(terms), lines)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers of the run that follow from flags, data and world."""
+
+    global_batch: int  # blocks per optimizer step
+    accumulation: int  # micro-batches per optimizer step
+    blocks_per_epoch: int
+    steps: int  # the last one
+    schedule: dict[str, float]  # arguments of engine.learning_rate
+    eval_blocks: int
+    config: model.GPTConfig
+    must_match: dict[str, object]  # what a resumed run must agree with
+    lines: list[str]  # what the start prints of it
+
+
+def plan_run(
+    args: argparse.Namespace, data: Data, start: Start, world: World
+) -> tuple[Plan, blocks_loaders.LanceDBStream]:
+    with agreed(world):
+        at_once = args.batch_size * world.size
+        size = args.global_batch or start.record.get("global_batch") or at_once * args.grad_accum
+        if size < world.size:
+            raise SystemExit(
+                f"--global-batch {size} on {world.size} ranks leaves ranks without a block: "
+                f"give at least {world.size}"
+            )
+        accumulation = -(-size // at_once)
+        loader = elastic.ElasticStream if args.loader == "elastic" else blocks_loaders.LanceDBStream
+        stream = loader(
+            data.table, args, data.where, data.tokenizer, global_batch=size, world=world
+        )
+        blocks = stream.blocks_per_epoch
+        steps = args.steps or args.epochs * blocks // size
+        if steps == 0 or blocks == 0 or (args.loader == "lancedb" and blocks < size):
+            raise SystemExit(
+                f"no step to train: an epoch has {blocks:,} blocks, a step takes {size:,}: lower "
+                "--batch-size, --grad-accum, --global-batch or --seq-len, or train on more data"
+            )
+        schedule, about_schedule = plan_schedule(args, steps)
+        config = model.GPTConfig.preset(args.model, data.tokenizer.vocab_size, args.seq_len)
+        matched = must_match(args, data, config, schedule)
+        check_match(args, start, matched)
+        if start.checkpoint and args.resume_data == "same":
+            stream.load_state_dict(start.record["stream"])
+    notes = [about_schedule]
+    if args.steps and args.epochs != 1:
+        notes.append(f"--epochs {args.epochs} is ignored: --steps {args.steps} decides")
+    fill = size / (accumulation * at_once)
+    lines = [
+        f"global batch   {size:,} blocks on {world.size} ranks x {args.batch_size} blocks: "
+        f"accumulation {accumulation}, {fill:.0%} of the slots full, "
+        f"{size * args.seq_len:,} positions per step",
+        f"epoch          {blocks:,} blocks of {args.seq_len:,} tokens = {blocks / size:,.1f} steps",
+        f"this run       {steps:,} steps = {steps * size / blocks:.2f} epochs",
+        *notes,
+    ]
+    eval_blocks = start.record.get("eval_blocks", args.eval_batches * size)
+    plan = Plan(size, accumulation, blocks, steps, schedule, eval_blocks, config, matched, lines)
+    return plan, stream
+
+
+def plan_schedule(args: argparse.Namespace, steps: int) -> tuple[dict[str, float], str]:
+    """Arguments of engine.learning_rate, and the line about them."""
+    horizon, warmup, asked = args.lr_total_steps or steps, args.warmup_steps, ""
+    if warmup >= horizon:
+        warmup, asked = horizon // 10, f" ({warmup:,} do not fit)"
+    least = args.min_lr_ratio * args.lr
+    schedule = {
+        "peak": args.lr,
+        "warmup": warmup,
+        "total": horizon,
+        "min_ratio": args.min_lr_ratio,
+    }
+    return schedule, (
+        f"schedule       LR {args.lr:g} after {warmup:,} steps of warm-up{asked}, "
+        f"cosine to {least:g} at step {horizon:,}"
+    )
+
+
+def build_engine(
+    args: argparse.Namespace, plan: Plan, start: Start, device: torch.device, world: World
+) -> engine.Engine:
+    """Model, optimizer and step; from the checkpoint where there is one."""
+    with agreed(world):
+        trainer = engine.Engine(
+            model.GPT(plan.config, args.seed).to(device),
+            accumulation=plan.accumulation,
+            weight_decay=args.weight_decay,
+            grad_clip=args.grad_clip,
+            autocast=torch.bfloat16 if device.type == "cuda" else None,
+            compile_mode=args.compile_mode if args.compile else None,
+        )
+    if start.checkpoint:
+        checkpoints.load_tensors(start.checkpoint, start.record, trainer.tensors(), world)
+    return trainer
+
+
+def must_match(
+    args: argparse.Namespace, data: Data, config: model.GPTConfig, schedule: dict
+) -> dict[str, object]:
+    """What a run must agree with the checkpoint that it continues, by the flag that decides it;
+    the stream compares the data."""
+    t = data.tokenizer
+    return {
+        "--model": f"{args.model} {config.n_layer}x{config.n_embd}",
+        "--seq-len": config.seq_len,
+        "--tokenizer": f"{t.vocab_size} ids, EOS {t.eos_id}, fingerprint {t.fingerprint}",
+        "--lr-total-steps": schedule["total"],
+    }
+
+
+def check_match(args: argparse.Namespace, start: Start, ours: dict[str, object]) -> None:
+    """Refuse (SystemExit) to continue a checkpoint of a run that means something else.
+
+    A schedule that was given by its flag is changed on purpose.
+    """
+    theirs = dict(start.record.get("must_match", ours))
+    if args.lr_total_steps:
+        theirs["--lr-total-steps"] = args.lr_total_steps
+    different = [f"{k} was {theirs.get(k)}, is {ours[k]}" for k in ours if theirs.get(k) != ours[k]]
+    if different:
+        raise SystemExit(f"--resume {start.checkpoint}: another run: {'; '.join(different)}")
+
+
+@dataclass(frozen=True)
+class Validation:
+    """This rank's batches, kept in memory, and the tokens in those of all ranks."""
+
+    batches: list[engine.Batch]
+    tokens: int
+
+    def line(self, args: argparse.Namespace) -> str:
+        where = common.validation_filter(args)
+        if self.tokens == 0:
+            return f"validation     none: no tokenized row where {where} (see --val-filter)"
+        return f"validation     {self.tokens:,} tokens where {where}, the first --eval-batches"
+
+
+def read_validation(args: argparse.Namespace, data: Data, plan: Plan, world: World) -> Validation:
+    with agreed(world):
+        batches = common.validation_batches(
+            data.table, args, data.tokenizer.eos_id, plan.eval_blocks, world.rank, world.size
+        )
+        mine = list(batches)
+        for batch in mine:
+            common.check_ids(batch["input_ids"], data.tokenizer, args)
+    tokens = sum(world.gather(sum(int(batch["mask"].sum()) for batch in mine)))
+    return Validation(mine, tokens)
