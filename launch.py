@@ -24,6 +24,7 @@ from distributed import World, agreed
 from flags import Parser, not_negative, positive, seed
 
 OWN_FLAGS = {"db", "plan_cache"}  # paths that may differ between nodes
+Stream = elastic.ElasticStream | blocks_loaders.LanceDBStream
 MODULES = (common, model, blocks_loaders, elastic, engine, checkpoints, metrics, hardware)
 
 
@@ -141,7 +142,7 @@ class Plan:
 
 def plan_run(
     args: argparse.Namespace, data: Data, start: Start, world: World
-) -> tuple[Plan, blocks_loaders.LanceDBStream]:
+) -> tuple[Plan, Stream]:
     with agreed(world):
         at_once = args.batch_size * world.size
         size = args.global_batch or start.record.get("global_batch") or at_once * args.grad_accum

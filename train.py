@@ -185,7 +185,7 @@ def snapshot(
     data: launch.Data,
     plan: launch.Plan,
     start: launch.Start,
-    stream: blocks_loaders.LanceDBStream,
+    stream: launch.Stream,
     totals: torch.Tensor,
 ) -> dict:
     """What a checkpoint says of the run beside its tensors: JSON. A collective call."""
