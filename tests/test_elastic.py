@@ -3,6 +3,9 @@
 The reference reads every row with plain lancedb, sorts, joins, cuts and deals one block at a time.
 """
 
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -18,6 +21,7 @@ import common
 import launch
 from distributed import World
 from elastic import ElasticStream
+from tests.conftest import ROOT
 from tokenizer import ByteTokenizer
 
 EOS = 256
@@ -353,6 +357,46 @@ def test_close_ends_the_threads_and_leaves_only_the_plans(tmp_path):
     stream.close()
     assert set(threading.enumerate()) == before
     assert all(p.name != "partial" for p in (tmp_path / "cache").iterdir())
+
+
+@pytest.mark.slow
+def test_soak_keeps_memory_threads_and_descriptors_flat(tmp_path):
+    """Thousands of steps over hundreds of epochs: nothing grows."""
+    make(tmp_path, documents(np.random.default_rng(0), 400, 200))
+    stream = open_stream(tmp_path, "--pack", "--seq-len", "64", "--prefetch-mb", "4", G=8)
+    steps, marks = stream.steps(), []
+    for _ in range(5):
+        for _ in range(2000):
+            next(steps)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        marks.append((pages * 4096, threading.active_count(), len(os.listdir("/proc/self/fd"))))
+    assert stream.epoch > 100
+    stream.close()
+    memory, threads, descriptors = zip(*marks, strict=True)
+    assert memory[-1] - memory[1] < 20 << 20, memory
+    assert max(threads[1:]) == min(threads[1:])
+    assert max(descriptors[1:]) - min(descriptors[1:]) <= 4  # the mapped orders of two epochs
+
+
+def test_killed_process_leaves_no_other_and_no_half_entry(tmp_path):
+    make(tmp_path, documents(np.random.default_rng(0), 400, 200))
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from tests.test_elastic import open_stream\n"
+        "stream = open_stream(sys.argv[2], '--pack', '--seq-len', '64')\n"
+        "for _ in stream.steps(): print('step', flush=True)"
+    )
+    command = [sys.executable, "-c", code, str(ROOT), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+        process.stdout.readline()
+        group = os.getpgid(process.pid)
+        process.kill()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(group, 0)
+    assert all(p.name != "partial" for p in (tmp_path / "cache").iterdir())
+    stream = open_stream(tmp_path, "--pack", "--seq-len", "64")
+    next(stream.steps())
+    stream.close()
 
 
 def test_batches_keep_the_loaders_contract(tmp_path):
