@@ -199,18 +199,24 @@ def require_text(table: lancedb.table.Table, args: argparse.Namespace) -> None:
         raise SystemExit(f"column {args.text_column!r} is {kind}, not text: see --text-column")
 
 
-def require_columns(table: lancedb.table.Table, args: argparse.Namespace) -> None:
-    """Check that the table can be trained on: ids, tokens and lengths of usable types.
-
-    Raises SystemExit naming the column and the command that adds it.
-    """
-    schema, tokens, ids = table.schema, args.tokens_column, args.id_column
+def require_ids(table: lancedb.table.Table, args: argparse.Namespace) -> None:
+    """Raise SystemExit where ``--id-column`` is missing or not integer."""
+    schema, ids = table.schema, args.id_column
     if ids not in schema.names or not pa.types.is_integer(schema.field(ids).type):
         found = schema.field(ids).type if ids in schema.names else "missing"
         raise SystemExit(
             f"table {table.name!r} needs an integer id column; {ids!r} is {found}: "
             "name one with --id-column"
         )
+
+
+def require_columns(table: lancedb.table.Table, args: argparse.Namespace) -> None:
+    """Check that the table can be trained on: ids, tokens and lengths of usable types.
+
+    Raises SystemExit naming the column and the command that adds it.
+    """
+    require_ids(table, args)
+    schema, tokens = table.schema, args.tokens_column
     if tokens not in schema.names:
         raise SystemExit(
             f"table {table.name!r} has no column {tokens}: tokenize it first "

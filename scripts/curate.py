@@ -71,15 +71,8 @@ def check(table: lancedb.table.Table, args: argparse.Namespace) -> None:
             f"{name} has no column {args.text_column!r}: name its text with --text-column "
             f"(it has {', '.join(schema.names)})"
         )
-    kind = schema.field(args.text_column).type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise SystemExit(f"column {args.text_column!r} is {kind}, not text: see --text-column")
-    kind = schema.field(args.id_column).type if args.id_column in schema.names else "missing"
-    if kind == "missing" or not pa.types.is_integer(kind):
-        raise SystemExit(
-            f"{name} needs an integer id column; {args.id_column!r} is {kind}: "
-            "name one with --id-column"
-        )
+    common.require_text(table, args)
+    common.require_ids(table, args)
     if table.count_rows() == 0:
         build = common.command("ingest.py", args)
         raise SystemExit(f"{name} is empty: add documents with {build} FILES")
