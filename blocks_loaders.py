@@ -140,6 +140,7 @@ class LanceDBStream:
             )
         self.blocks_per_epoch = self._count_blocks()
         self.steps_per_epoch = self.blocks_per_epoch // self.global_batch
+        self.line = f"loader         lancedb.streaming, {self.num_splits:,} splits"
 
     def steps(self) -> Iterator[list[Batch]]:
         """Micro-batches of one step after the other, epoch after epoch, without end."""
@@ -189,6 +190,8 @@ class LanceDBStream:
         """Not kept: lancedb.streaming does not say what it padded and dropped."""
         return {}
 
+    plan_seconds = 0.0  # it makes its plan in the first step's wait
+
     def queued_bytes(self) -> int:
         """Not known: its raw queues are not to be looked into."""
         return 0
@@ -198,7 +201,7 @@ class LanceDBStream:
             self._running.close()
 
     def _epoch_steps(self) -> Iterator[list[Batch]]:
-        self.dataset = self._open(self.epoch, self.blocks_per_epoch)
+        self.dataset = self.open_dataset(self.epoch, self.blocks_per_epoch)
         if self._resume_state is not None:
             try:
                 self.dataset.load_state_dict(self._resume_state)
@@ -249,7 +252,7 @@ class LanceDBStream:
         check_ids(ids, self.tokenizer, self.args)
         return {**batch, "input_ids": ids, "mask": mask}
 
-    def _open(self, epoch: int, blocks: int | str | None) -> StreamingDataset:
+    def open_dataset(self, epoch: int, blocks: int | str | None) -> StreamingDataset:
         args = self.args
         packing = {
             "pack_sequences": args.seq_len,
@@ -295,7 +298,7 @@ class LanceDBStream:
             rows = self.table.count_rows(self.where)
             return rows - rows % self.num_splits
         if self.args.blocks_per_epoch == "auto":
-            return self._open(0, "auto").state_dict()["blocks_per_epoch"]
+            return self.open_dataset(0, "auto").state_dict()["blocks_per_epoch"]
         if self.args.blocks_per_epoch:
             return self._blocks_flag()
         scan = self.table.search().select(["n_tokens"]).where(self.where).to_batches()

@@ -353,7 +353,7 @@ def validation_batches(
     (B, T) and ``doc_ids`` int64 (B, T) with B = ``--batch-size``; what is missing from the last
     block and the last batch is masked.
     """
-    where = f"({validation_filter(args)}) AND n_tokens > 0"
+    where = f"{bracketed(validation_filter(args))} AND n_tokens > 0"
     scan = table.search().with_row_id(True).select([args.id_column, "n_tokens"]).where(where)
     rows = scan.to_arrow().sort_by(args.id_column)
     counts = rows["n_tokens"].to_numpy().astype(np.int64)

@@ -7,21 +7,24 @@ it, whatever the number of ranks: where a run is, is one number.
 """
 
 import argparse
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-import lance
 import lancedb
 import numpy as np
 import torch
 
 import plan
+import reader
 from distributed import World
 from flags import positive
 from plan import Arrays, Cache, Order, scan, scan_key, write_order
+from reader import Blocks, Reader
 from tokenizer import Tokenizer
 
 Batch = dict[str, torch.Tensor]
@@ -32,7 +35,7 @@ FLAGS = (
     *("--pack", "--seq-len", "--no-shuffle", "--shuffle-seed", "--shuffle-clump"),
     *("--tokens-column", "--id-column"),
 )
-WINDOWS = 4  # the read-ahead is this many takes: one being consumed, the others under way
+WINDOWS = 3  # in memory: one being consumed, one ready, one under way
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--no-shuffle", action="store_true", help="documents in id order")
     group.add_argument("--prefetch-mb", type=positive, default=64, help="read-ahead per rank")
+    reader.add_arguments(group)
     plan.add_arguments(group)
 
 
@@ -72,117 +76,14 @@ def rank_slots(global_batch: int, batch_size: int, world: World) -> tuple[range,
 
 
 # -----------------------------------------------------------------------------
-# reading and packing
-
-
-class Reader:
-    """Reads documents of the pinned table and packs blocks of ``seq_len`` tokens."""
-
-    def __init__(
-        self,
-        dataset: lance.LanceDataset,
-        args: argparse.Namespace,
-        eos_id: int,
-        vocab_size: int,
-    ) -> None:
-        self.dataset, self.seq_len = dataset, args.seq_len
-        self.tokens_column, self.id_column = args.tokens_column, args.id_column
-        self.eos_id, self.vocab_size = eos_id, vocab_size
-
-    def packed(
-        self,
-        epoch: Arrays,
-        positions: np.ndarray,
-        at: np.ndarray,
-        ids: np.ndarray,
-        docs: np.ndarray,
-    ) -> None:
-        """Write the blocks at ``positions`` (n,) of the epoch's token stream into rows ``at`` (n,)
-        of ``ids``, and each token's document number within its block into ``docs``: int64 (., T).
-        """
-        T, ends = self.seq_len, epoch["end"]
-        order = np.argsort(positions)
-        ordered = positions[order]
-        # runs of adjacent blocks are read as one piece of the stream
-        breaks = np.flatnonzero(np.diff(ordered) != 1) + 1
-        begins = ordered[np.append(0, breaks)] * T
-        stops = (ordered[np.append(breaks - 1, len(ordered) - 1)] + 1) * T
-        lo = np.searchsorted(ends, begins, side="right")
-        hi = np.searchsorted(ends, stops, side="left") + 1
-        rows = np.concatenate([np.arange(a, b) for a, b in zip(lo, hi, strict=True)])
-        before = np.where(rows > 0, ends[rows - 1], 0)
-        lengths = ends[rows] - before - 1
-        stream = self._joined(epoch["offset"][rows], lengths)
-        documents = np.repeat(np.arange(len(rows), dtype=np.int32), lengths + 1)
-        # where each run begins in the stream that was read, which starts with a whole document
-        first_row = np.cumsum(np.append(0, hi - lo))[:-1]
-        read_before = np.cumsum(np.append(0, lengths + 1))[first_row]
-        cuts = read_before + begins - before[first_row]
-        run_begin = np.append(np.append(0, breaks), len(ordered))
-        for j, cut in enumerate(cuts):
-            to, n = at[order[run_begin[j] : run_begin[j + 1]]], stops[j] - begins[j]
-            ids[to] = stream[cut : cut + n].reshape(-1, T)
-            numbers = documents[cut : cut + n].reshape(-1, T)
-            docs[to] = numbers - numbers[:, :1]
-
-    def documents(
-        self, epoch: Arrays, rows: np.ndarray, at: np.ndarray, ids: np.ndarray, masks: np.ndarray
-    ) -> None:
-        """Row mode: write documents ``rows`` (n,) with EOS, cut or padded, into rows ``at`` (n,) of
-        ``ids`` int64 (., T), and what is real of them into ``masks`` bool (., T)."""
-        T, ends = self.seq_len, epoch["end"]
-        lengths = ends[rows] - np.where(rows > 0, ends[rows - 1], 0) - 1
-        stream = self._joined(epoch["offset"][rows], lengths)
-        starts = np.cumsum(np.append(0, lengths + 1))[:-1]
-        mask = np.arange(T) < (lengths + 1)[:, None]
-        index = np.minimum(starts[:, None] + np.arange(T), len(stream) - 1)
-        ids[at], masks[at] = np.where(mask, stream[index], self.eos_id), mask
-
-    def _joined(self, offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """The documents at these table offsets, each followed by EOS, in one array.
-
-        Raises SystemExit when a document is not as long as planned or an id is not a token's.
-        """
-        column = self.dataset.take(offsets.tolist(), columns=[self.tokens_column]).column(0)
-        lists = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-        found = np.asarray(lists.value_lengths().fill_null(0), np.int64)
-        if not np.array_equal(found, lengths):
-            at = int(np.flatnonzero(found != lengths)[0])
-            raise SystemExit(
-                f"document {self._id(offsets[at])} has {found[at]:,} tokens where n_tokens said "
-                f"{lengths[at]:,}: run scripts/tokenize_corpus.py --overwrite"
-            )
-        ids = lists.flatten()
-        if ids.null_count:
-            raise SystemExit(f"column {self.tokens_column} holds NULL ids: tokenize again")
-        values = ids.to_numpy(zero_copy_only=False)
-        self._check_ids(values, offsets, lengths)
-        stream = np.full(len(values) + len(lengths), self.eos_id, self._dtype(values))
-        is_token = np.ones(len(stream), bool)
-        is_token[np.cumsum(lengths + 1) - 1] = False
-        stream[is_token] = values
-        return stream
-
-    def _dtype(self, values: np.ndarray) -> np.dtype:
-        """One that holds the values and EOS; the narrower it is, the less memory moves."""
-        return np.result_type(values.dtype, np.min_scalar_type(self.eos_id))
-
-    def _check_ids(self, values: np.ndarray, offsets: np.ndarray, lengths: np.ndarray) -> None:
-        if values.max() < self.vocab_size and (values.dtype.kind == "u" or values.min() >= 0):
-            return
-        bad = int(np.flatnonzero((values < 0) | (values >= self.vocab_size))[0])
-        row = int(np.searchsorted(np.cumsum(lengths), bad, side="right"))
-        raise SystemExit(
-            f"document {self._id(offsets[row])} holds token id {values[bad]} in column "
-            f"{self.tokens_column}, outside the {self.vocab_size:,} ids of --tokenizer"
-        )
-
-    def _id(self, offset: int) -> int:
-        return self.dataset.take([int(offset)], columns=[self.id_column]).column(0)[0].as_py()
-
-
-# -----------------------------------------------------------------------------
 # the stream
+
+
+class Window(NamedTuple):
+    """Blocks read ahead, and which of them each step takes: int64 (steps, blocks of a step)."""
+
+    blocks: Blocks
+    rows: np.ndarray
 
 
 class ElasticStream:
@@ -206,14 +107,15 @@ class ElasticStream:
         self.args, self.global_batch, self.consumed = args, global_batch, 0
         self.slots, self.micro_batches = rank_slots(global_batch, args.batch_size, world)
         rows = self.micro_batches * args.batch_size
-        self.step_bytes = rows * args.seq_len * 17  # two int64 and a bool
         full = torch.arange(rows) < len(self.slots)  # packed blocks have no padding
-        self.full = full[:, None].expand(rows, args.seq_len).contiguous()
+        full = full[:, None].expand(rows, args.seq_len).contiguous()
+        self.full = full.split(args.batch_size)
         self.reader = Reader(dataset, args, tokenizer.eos_id, tokenizer.vocab_size)
         self.order = Order(not args.no_shuffle, args.shuffle_seed, args.shuffle_clump)
         self.cache = Cache(Path(args.plan_cache).expanduser(), args.plan_cache_gb << 30)
         self.scan_key = scan_key(dataset, where, args.id_column)
-        self.scan = self.cache.get(
+        self.plan_seconds = 0.0  # spent on building plans, or on reading and checking cached ones
+        self.scan = self._cached(
             self.scan_key, lambda folder: scan(dataset, where, args.id_column, folder)
         )
         rows, tokens = self.scan.meta["rows"], self.scan.meta["tokens"]
@@ -222,6 +124,8 @@ class ElasticStream:
         if args.blocks_per_epoch:
             self.blocks_per_epoch = min(self.blocks_per_epoch, _cap(args.blocks_per_epoch))
         self.lanes = Lanes(self.blocks_per_epoch, args.num_splits or DEFAULT_SPLITS)
+        way = "io_uring" if self.reader.by_ring else "threads"
+        self.line = f"loader         elastic, {self.lanes.splits:,} lanes, reads by {way}"
         sums = self.scan.meta["hash"]  # the first two do not depend on the rows' order
         self.fingerprint = {
             "documents": "-".join(sums if args.shuffle_clump > 1 else sums[:2]),
@@ -237,7 +141,7 @@ class ElasticStream:
             ThreadPoolExecutor(1, "elastic-plan"),
         )
         self.plans: dict[int, Future[Arrays]] = {}
-        self.pending: deque[Future[list[list[Batch]]]] = deque()
+        self.pending: deque[Future[Window]] = deque()
 
     @property
     def epoch(self) -> int:
@@ -246,16 +150,19 @@ class ElasticStream:
 
     def steps(self) -> Iterator[list[Batch]]:
         """Micro-batches of one step after the other, without end."""
-        ahead, window = self.consumed, 1
-        most = max(1, (self.args.prefetch_mb << 20) // (self.step_bytes * WINDOWS))
+        step_bytes = len(self.slots) * self.reader.block_bytes
+        most = (self.args.prefetch_mb << 20) // (step_bytes * WINDOWS)
+        most = max(1, min(most, self.blocks_per_epoch // self.global_batch))
+        ahead, steps = self.consumed, 1
         while True:
-            while len(self.pending) < WINDOWS:
-                self.pending.append(self.threads[0].submit(self._read, ahead, window))
-                ahead += window * self.global_batch
-                window = min(2 * window, most)  # the first batch soon, then large takes
-            for batches in self.pending.popleft().result():
+            while len(self.pending) < WINDOWS - 1:
+                self.pending.append(self.threads[0].submit(self._read, ahead, steps))
+                ahead += steps * self.global_batch
+                steps = min(2 * steps, most)  # the first batch soon, then large takes
+            window = self.pending.popleft().result()
+            for rows in window.rows:
                 self.consumed += self.global_batch
-                yield batches
+                yield self._step(window.blocks, rows)
 
     def state_dict(self) -> dict:
         """What was consumed: constant in size, equal on all ranks."""
@@ -313,57 +220,67 @@ class ElasticStream:
         return used, int(lengths.sum()) - used
 
     def queued_bytes(self) -> int:
-        """Bytes of batches that were read and not yet taken."""
-        ready = [f for f in self.pending if f.done()]
-        return sum(len(f.result()) for f in ready) * self.step_bytes
+        """Bytes of blocks that were read ahead, beside the window being consumed."""
+        return sum(f.result().blocks.nbytes for f in self.pending if f.done())
 
     def close(self) -> None:
         for threads in self.threads:
             threads.shutdown(wait=True, cancel_futures=True)
+
+    def _cached(self, key: str, build: Callable[[Path], dict]) -> Arrays:
+        began = time.perf_counter()
+        entry = self.cache.get(key, build)
+        self.plan_seconds += time.perf_counter() - began
+        return entry
 
     def _plan(self, epoch: int) -> Future[Arrays]:
         """The epoch's order, being built or there."""
         if epoch not in self.plans:
             key = f"{self.scan_key}-{epoch}-{self.order.name}"
             self.plans[epoch] = self.threads[1].submit(
-                self.cache.get, key, lambda to: write_order(self.scan, self.order, epoch, to)
+                self._cached, key, lambda to: write_order(self.scan, self.order, epoch, to)
             )
             self.plans.pop(epoch - 2, None)
         return self.plans[epoch]
 
-    def _read(self, first: int, steps: int) -> list[list[Batch]]:
+    def _read(self, first: int, steps: int) -> "Window":
         """This rank's share of ``steps`` steps from block ``first`` of the endless sequence on."""
-        n, rows = len(self.slots), self.micro_batches * self.args.batch_size
         each = first + np.arange(steps)[:, None] * self.global_batch + np.array(self.slots)
         epochs, blocks = np.divmod(each.ravel(), self.blocks_per_epoch)
-        shape = (steps * rows, self.args.seq_len)
-        ids, extra = (
-            np.zeros(shape, np.int64),
-            np.zeros(shape, np.int64 if self.args.pack else bool),
-        )
-        at = np.arange(steps)[:, None] * rows + np.arange(n)
+        rows, parts, done = np.empty(len(blocks), np.int64), [], 0
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            order, to = self._plan(int(epoch)).result(), at.ravel()[here]
+            here = np.flatnonzero(epochs == epoch)
+            order = self._plan(int(epoch)).result()
             if self.args.pack:
-                self.reader.packed(order, self.lanes.position(blocks[here]), to, ids, extra)
+                positions = self.lanes.position(blocks[here])
+                here = here[np.argsort(positions)]
+                parts.append(self.reader.packed(order, np.sort(positions)))
             else:
-                self.reader.documents(order, blocks[here], to, ids, extra)
+                parts.append(self.reader.documents(order, blocks[here]))
+            rows[here] = done + np.arange(len(here))
+            done += len(here)
         if blocks[-1] > self.blocks_per_epoch // 2:
             self._plan(int(epochs[-1]) + 1)
-        return [
-            self._step(ids[k : k + rows], extra[k : k + rows]) for k in range(0, len(ids), rows)
-        ]
+        return Window(Blocks.joined(parts), rows.reshape(steps, -1))
 
-    def _step(self, ids: np.ndarray, extra: np.ndarray) -> list[Batch]:
-        """One step's blocks as micro-batches; slots beyond this rank's share are masked."""
-        step = {"input_ids": torch.from_numpy(ids)}
+    def _step(self, blocks: Blocks, rows: np.ndarray) -> list[Batch]:
+        """Blocks ``rows`` as micro-batches; slots beyond this rank's share are masked."""
+        step = {"input_ids": self._slots(blocks.ids[rows], np.int64)}
         if self.args.pack:
-            step |= {"mask": self.full, "doc_ids": torch.from_numpy(extra)}
+            step["doc_ids"] = self._slots(blocks.doc_ids[rows], np.int64)
         else:
-            step["mask"] = torch.from_numpy(extra)
-        parts = [tensor.split(self.args.batch_size) for tensor in step.values()]
-        return [dict(zip(step, rows, strict=True)) for rows in zip(*parts, strict=True)]
+            step["mask"] = self._slots(blocks.mask[rows], bool)
+        batches, size = [], self.args.batch_size
+        for i, full in enumerate(self.full):
+            batch = {k: torch.from_numpy(v[i * size : (i + 1) * size]) for k, v in step.items()}
+            batches.append({"mask": full, **batch})
+        return batches
+
+    def _slots(self, values: np.ndarray, dtype: type) -> np.ndarray:
+        """``values`` (n, T) and zeros in the slots that this rank does not fill."""
+        slots = np.zeros((self.micro_batches * self.args.batch_size, self.args.seq_len), dtype)
+        slots[: len(values)] = values
+        return slots
 
 
 def _cap(blocks: str) -> int:

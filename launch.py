@@ -169,7 +169,7 @@ def plan_run(
         check_match(args, start, matched)
         if start.checkpoint and args.resume_data == "same":
             stream.load_state_dict(start.record["stream"])
-    notes = [about_schedule]
+    notes = [about_schedule, stream.line]
     if args.steps and args.epochs != 1:
         notes.append(f"--epochs {args.epochs} is ignored: --steps {args.steps} decides")
     fill = size / (accumulation * at_once)

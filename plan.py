@@ -172,23 +172,32 @@ class Cache:
 
     def __init__(self, root: Path, max_bytes: int) -> None:
         self.root, self.max_bytes = root, max_bytes
-        root.mkdir(parents=True, exist_ok=True)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SystemExit(f"--plan-cache {root}: {error}") from error
 
     def get(self, key: str, build: Callable[[Path], dict]) -> Arrays:
         """The entry of ``key``; ``build(folder)`` writes it where it is missing or damaged.
 
-        One process at a time: the others wait for the lock, which ends with its owner.
+        One process at a time: the others wait for the lock, which ends with its owner. Raises
+        SystemExit where it cannot be written.
         """
+        folder, partial = self.root / key, self.root / "partial"  # nobody else's, under the lock
         with self._locked():
-            folder = self.root / key
             entry = _load(folder)
             if entry is None:
                 shutil.rmtree(folder, ignore_errors=True)
-                partial = self.root / "partial"  # nobody else's, under the lock
                 shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir()
-                _seal(partial, build(partial))
-                partial.rename(folder)
+                try:
+                    partial.mkdir()
+                    _seal(partial, build(partial))
+                    partial.rename(folder)
+                except OSError as error:
+                    shutil.rmtree(partial, ignore_errors=True)
+                    if error.errno is None:
+                        raise  # Lance's, of the table
+                    raise SystemExit(f"--plan-cache {self.root}: {error}") from error
                 entry = _load(folder)
             os.utime(folder)
             self._evict(keep=folder)

@@ -83,7 +83,13 @@ def train(
             with meter.wait():
                 batches = next(steps)
             if step == start.step + 1:
-                log.say(f"first batch    after {meter.waits[0]:.2f} s")
+                first = {"first_batch_s": meter.waits[0], "plan_s": stream.plan_seconds}
+                log.record({"step": step, **first})
+                log.say(
+                    "first batch    after {first_batch_s:.2f} s, plan {plan_s:.2f} s".format(
+                        **first
+                    )
+                )
             for batch in batches:
                 trainer.micro_step(batch)
             stats = trainer.update(lr)

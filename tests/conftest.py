@@ -1,8 +1,12 @@
 """What the tests share: real tables, and ways to run the programs."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import lancedb
@@ -57,11 +61,67 @@ def run(*command: str, cwd: Path, timeout: float = 240, **environ: str):
     )
 
 
+def launcher(ranks: int, *flags: str) -> list[str]:
+    """The words of a torchrun with ``ranks`` processes on this node."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*words, f"--nproc-per-node={ranks}", *flags]
+
+
 def torchrun(ranks: int, *command: str, cwd: Path, timeout: float = 240, **environ: str):
     """Run a program of the project under real torchrun with ``ranks`` processes on this node."""
     full = {k: v for k, v in os.environ.items() if k != "LANCE_PRETRAIN_DB"} | environ
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    script = [f"--nproc-per-node={ranks}", str(ROOT / command[0]), *command[1:]]
-    return subprocess.run(
-        [*launcher, *script], cwd=cwd, env=full, capture_output=True, text=True, timeout=timeout
-    )
+    words = [*launcher(ranks), str(ROOT / command[0]), *command[1:]]
+    return subprocess.run(words, cwd=cwd, env=full, capture_output=True, text=True, timeout=timeout)
+
+
+@contextmanager
+def started(*words: str, cwd: Path) -> Iterator[subprocess.Popen]:
+    """A running command, which is killed at the end with all its descendants.
+
+    Its output goes to ``cwd/output``. torchrun's workers have sessions of their own, so that
+    processes are told by a variable of their environment.
+    """
+    with open(cwd / "output", "w") as output:
+        process = subprocess.Popen(
+            words, cwd=cwd, stdout=output, stderr=subprocess.STDOUT,
+            env=os.environ | {"STARTED_BY_TEST": str(cwd)},
+        )  # fmt: skip
+        try:
+            yield process
+        finally:
+            for pid in processes_of(cwd):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+
+
+def processes_of(cwd: Path) -> dict[int, list[str]]:
+    """Command lines, by process id, of what runs of a command ``started`` there."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended
+            if f"STARTED_BY_TEST={cwd}\0".encode() in (entry / "environ").read_bytes() + b"\0":
+                words = (entry / "cmdline").read_bytes().decode().split("\0")
+                found[int(entry.name)] = words[:-1]
+    return found
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 90) -> None:
+    """Return when ``condition`` holds; AssertionError when it does not in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+@contextmanager
+def small_disk(path: Path, size: str) -> Iterator[Path]:
+    """A file system of that size at ``path``, or the test is skipped."""
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not allowed here")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)

@@ -19,8 +19,11 @@ from hypothesis import strategies as st
 
 import common
 import launch
+import reader
+from blocks_loaders import LanceDBStream
 from distributed import World
 from elastic import ElasticStream
+from reader import ring_permitted
 from tests.conftest import ROOT
 from tokenizer import ByteTokenizer
 
@@ -219,6 +222,45 @@ def test_every_integer_list_type_is_read(tmp_path, kind):
     make(tmp_path, docs, kind)
     got, _ = global_batches(tmp_path, 3, "--pack", "--seq-len", "16")
     assert [row for step in got for row in step] == epoch_blocks(docs, 0, 16)[:12]
+
+
+def test_reading_through_io_uring_and_by_threads_gives_the_same(tmp_path):
+    docs = documents(np.random.default_rng(0), 300, 90)
+    make(tmp_path, docs)
+    flags = ("--pack", "--seq-len", "16")
+    assert not open_stream(tmp_path, *flags, "--no-io-uring").reader.by_ring
+    assert open_stream(tmp_path, *flags).reader.by_ring == ring_permitted()
+    by_threads, _ = global_batches(tmp_path, 50, *flags, "--no-io-uring")
+    assert global_batches(tmp_path, 50, *flags)[0] == by_threads
+    assert [row for step in by_threads for row in step] == epoch_blocks(docs, 0, 16)[:200]
+
+
+def test_documents_of_many_reads_are_cut_before_they_are_joined(tmp_path, monkeypatch):
+    """A window is read in parts, so that long documents do not fill the memory."""
+    docs = documents(np.random.default_rng(0), 30, 500)
+    make(tmp_path, docs)
+    monkeypatch.setattr(reader, "PART", 300)
+    got, _ = global_batches(tmp_path, 60, "--pack", "--seq-len", "8", G=8)
+    assert [row for step in got for row in step] == epoch_blocks(docs, 0, 8)[:480]
+
+
+def test_an_epoch_has_the_documents_that_the_filter_keeps_and_lancedb_streams_a_subset(tmp_path):
+    rng = np.random.default_rng(0)
+    docs = [(i, rng.integers(0, 256, 12).tolist()) for i in range(203)]
+    table = make(tmp_path, docs, score=pa.array(rng.random(203)))
+    where = "score >= 0.3 AND id % 100 != 0"
+    kept = table.search().where(where).select(["input_ids"]).to_arrow()["input_ids"].to_pylist()
+    flags = ("--seq-len", "16", "--batch-size", "4")
+    steps, _ = global_batches(tmp_path, -(-len(kept) // 4), *flags, where=where)
+    rows = [row[:-1] for step in steps for row in step]
+    assert sorted(rows[: len(kept)]) == sorted(kept)
+    args = launch.flag_parser().parse_args(["--db", str(tmp_path), *flags])
+    other = LanceDBStream(table, args, where, ByteTokenizer(), global_batch=4, world=ALONE)
+    steps = other.steps()
+    theirs = [row[:-1] for _ in range(other.steps_per_epoch) for row in rows_of(next(steps))]
+    other.close()
+    assert len(theirs) > 0.9 * len(kept) and all(row in kept for row in theirs)
+    assert len(set(map(tuple, theirs))) == len(theirs)
 
 
 def test_rows_without_tokens_are_left_out(tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from plan import Cache, Order, writer
+from tests.conftest import small_disk
 
 
 def build(folder: Path, rows: int = 1000) -> dict:
@@ -64,6 +65,16 @@ def test_builder_that_fails_leaves_nothing_and_the_next_one_builds(tmp_path):
     assert not (tmp_path / "c/k").exists()
     assert cache.get("k", build)["id"][5] == 5
     assert os.listdir(tmp_path / "c") == ["k"]
+
+
+def test_full_disk_names_the_cache_and_leaves_nothing(tmp_path):
+    with small_disk(tmp_path / "small", "64k") as disk:
+        with pytest.raises(SystemExit, match="--plan-cache .*No space left") as refusal:
+            Cache(disk / "c", 1 << 30).get("k", lambda folder: build(folder, 100_000))
+        assert "\n" not in str(refusal.value) and os.listdir(disk / "c") == []
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(SystemExit, match="--plan-cache .*file"):
+        Cache(tmp_path / "file/c", 1 << 30)
 
 
 def test_two_jobs_on_one_host_build_once(tmp_path):

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from datetime import timedelta
@@ -18,7 +19,18 @@ from safetensors.torch import load_file
 import launch
 import train
 from scripts import tokenize_corpus
-from tests.conftest import ROOT, documents, make_table, run, torchrun
+from tests.conftest import (
+    ROOT,
+    documents,
+    launcher,
+    make_table,
+    processes_of,
+    run,
+    small_disk,
+    started,
+    torchrun,
+    wait_for,
+)
 
 SMALL = ("--pack", "--seq-len", "64", "--batch-size", "4", "--eval-batches", "2")
 KEYS = {
@@ -251,6 +263,29 @@ def test_resume_after_cleanup_of_its_version_continues_on_equal_data_only(tmp_pa
     assert len(record["segments"]) == 2 and record["stream"]["block"] == 4
 
 
+@pytest.mark.slow
+def test_killed_run_continues_on_its_version_after_update_deletion_append_and_compaction(tmp_path):
+    make_table(tmp_path / "db", documents(120))
+    tokenize_corpus.main(["--db", str(tmp_path / "db"), "--workers", "0"])
+    flags = ["--db", str(tmp_path / "db"), *SMALL, "--log-every", "1", "--ckpt-every", "2"]
+    train.main([*flags, "--steps", "60", "--run-dir", "whole", "--ckpt-dir", "w"])
+    flags += ["--steps", "60", "--run-dir", "r", "--ckpt-dir", "c"]
+    with started(sys.executable, str(ROOT / "train.py"), *flags, cwd=tmp_path) as process:
+        wait_for(Path("c/step_00000004").exists)
+        process.kill()
+    table = lancedb.connect(tmp_path / "db").open_table("corpus")
+    assert len(table.tags.list()) == 1
+    table.update(where="id % 7 = 1", values={"input_ids": [1, 2, 3], "n_tokens": 3})
+    table.delete("id % 11 = 1")
+    table.add(pa.table({"id": [901], "text": ["x"], "input_ids": [[5] * 900], "n_tokens": [900]}))
+    table.optimize()  # compaction
+    with pytest.raises(RuntimeError, match="tag"):
+        table.optimize(cleanup_older_than=timedelta(0), delete_unverified=True)
+    train.main([*flags, "--resume", "auto"])
+    assert losses("r") == losses("whole")
+    assert table.tags.list() == {}
+
+
 def test_fresh_start_keeps_another_runs_log(corpus):
     go(corpus, "--steps", "2", "--run-dir", "r")
     before = Path("r/metrics.jsonl").read_text()
@@ -325,6 +360,28 @@ def test_two_ranks_train_save_and_resume_like_one(corpus, tmp_path):
     assert len(list(Path("c/step_00000004").glob("*.safetensors"))) == 2
     (a, b) = ([r for r in records(d) if "val_loss" in r][-1] for d in ("one", "two"))
     assert b["val_loss"] == pytest.approx(a["val_loss"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_killed_rank_ends_the_launch_and_leaves_no_process(corpus, tmp_path):
+    flags = ("--db", str(corpus), *SMALL, "--steps", "100000", "--run-dir", "r")
+    with started(*launcher(2), str(ROOT / "train.py"), *flags, cwd=tmp_path) as launch:
+        wait_for(lambda: Path("r/metrics.jsonl").exists() and len(records("r")) > 3)
+        ranks = [pid for pid in processes_of(tmp_path) if pid != launch.pid]
+        os.kill(ranks[-1], signal.SIGKILL)
+        assert launch.wait(45) != 0
+        assert processes_of(tmp_path) == {}
+
+
+@pytest.mark.slow
+def test_document_that_one_rank_cannot_read_ends_all_ranks(tmp_path):
+    table = make_table(tmp_path / "db", documents(300))
+    tokenize_corpus.main(["--db", str(tmp_path / "db"), "--workers", "0"])
+    table.checkout_latest()
+    table.update(where="id = 77", values={"n_tokens": 5})
+    flags = ("--db", str(tmp_path / "db"), *SMALL, "--steps", "100000", "--prefetch-mb", "1")
+    done = torchrun(2, "train.py", *flags, cwd=tmp_path, timeout=90)
+    assert done.returncode and "document 77 has" in done.stderr
 
 
 @pytest.mark.slow
@@ -429,17 +486,10 @@ def test_columns_of_any_name_can_be_used(tmp_path):
 
 @pytest.mark.slow
 def test_full_disk_is_one_line_and_leaves_nothing_half_written(corpus, tmp_path):
-    small = tmp_path / "small"
-    small.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs is not allowed here")
-    try:
+    with small_disk(tmp_path / "small", "8m") as small:
         line = refusal("--db", str(corpus), "--steps", "2", "--ckpt-dir", str(small / "c"))
         assert "cannot write checkpoint" in line and "No space left" in line
         assert list((small / "c").iterdir()) == []
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
 
 
 @pytest.mark.slow
@@ -449,8 +499,7 @@ def test_rank_with_other_flags_is_refused(corpus, tmp_path):
         "train.main(sys.argv[2:] + ['--seq-len', '3' + os.environ['RANK']])"
     )
     (tmp_path / "other.py").write_text(code)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc-per-node=2", "other.py", str(ROOT), "--db", str(corpus), *SMALL]
+    command = [*launcher(2), "other.py", str(ROOT), "--db", str(corpus), *SMALL]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode and "flag seq_len is 31 on rank 1, 30 on rank 0" in done.stderr
 
