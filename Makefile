@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test chaos lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -27,6 +27,9 @@ demo: $(VENV)/.installed  ## build a table, train, evaluate, sample: 5 minutes o
 
 test: $(VENV)/.installed-dev  ## run all tests
 	$(PY) -m pytest
+
+chaos: $(VENV)/.installed-dev  ## kill a run 20 times at random and compare with a whole one
+	$(PY) tests/chaos.py --kills 20
 
 lint: $(VENV)/.installed-dev  ## ruff check and format
 	$(VENV)/bin/ruff check

@@ -150,33 +150,34 @@ def open_pinned(
 
 
 class Pin:
-    """A tag on the table version of a run, which keeps cleanup from deleting its files."""
+    """Tags on the table versions that a run's checkpoints need: cleanup keeps their files."""
 
     def __init__(self, table: lancedb.table.Table, run_id: str, enabled: bool) -> None:
-        self.table, self.name, self.enabled, self.held = table, f"train-{run_id}", enabled, False
+        self.table, self.prefix, self.enabled = table, f"train-{run_id}-v", enabled
 
-    def hold(self) -> list[str]:
-        """Tag the version, once. Returns what to say of it."""
-        if not self.enabled or self.held:
+    def hold(self, versions: set[int]) -> list[str]:
+        """Tag the version read, if it is among ``versions``, and remove the run's tags of others.
+
+        Returns what to say of it.
+        """
+        if not self.enabled:
             return []
-        self.held = True
-        version = self.table.version
+        version, lines = self.table.version, []
+        name = f"{self.prefix}{version}"
         try:
-            there = self.name in self.table.tags.list()
-            change = self.table.tags.update if there else self.table.tags.create
-            change(self.name, version)
+            ours = {tag for tag in self.table.tags.list() if tag.startswith(self.prefix)}
+            if version in versions and name not in ours:
+                self.table.tags.create(name, version)
+                lines = [
+                    f"tag {name} holds table version {version}, and any cleanup of the table, "
+                    f"until the run is done; to remove it: table.tags.delete('{name}')"
+                ]
+            for tag in ours - {f"{self.prefix}{v}" for v in versions}:
+                self.table.tags.delete(tag)
         except (OSError, ValueError, RuntimeError) as error:
             self.enabled = False
             return [f"table version {version} could not be tagged: {one_line(error)}"]
-        return [
-            f"tag {self.name} holds table version {version}, and any cleanup of the table, until "
-            f"the run is done; to remove it: table.tags.delete('{self.name}')"
-        ]
-
-    def release(self) -> None:
-        """Remove the tag, where there is one: nothing will be resumed."""
-        if self.enabled and self.name in self.table.tags.list():
-            self.table.tags.delete(self.name)
+        return lines
 
 
 def one_line(error: BaseException | str) -> str:

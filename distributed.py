@@ -1,7 +1,10 @@
 """The ranks of a run: joining, leaving, and failing together."""
 
+import ctypes
 import os
 import pickle
+import signal
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,6 +17,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 PATIENCE = timedelta(days=7)  # for a rank that is late: see Board
+PR_SET_PDEATHSIG = 1  # prctl(2): the signal to get when the parent dies
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,10 @@ class World:
         """The main rank's ``value``, on all ranks. All ranks call it, in one order."""
         return self.gather(value if self.is_main else None)[0]
 
+    def apart(self) -> "World":
+        """The same ranks with a board of their own, for another thread of each."""
+        return self if self.board is None else replace(self, board=self.board.apart())
+
     def maximum(self, values: list[float]) -> list[float]:
         """The largest of all ranks, value by value. All ranks call it, in one order."""
         return [max(column) for column in zip(*self.gather(values), strict=True)]
@@ -55,13 +63,21 @@ class Board:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.store, self.rank, self.size, self.rounds = store, rank, size, 0
 
+    def apart(self) -> "Board":
+        """Another one with its own connection: a wait on this one does not hold it up."""
+        return Board(dist.PrefixStore("apart", self.store.clone()), self.rank, self.size)
+
     def gather(self, value: T) -> list[T]:
         keys = [f"{self.rounds}/{rank}" for rank in range(self.size)]
-        self.store.set(keys[self.rank], pickle.dumps(value))
-        self.store.wait(keys, PATIENCE)
-        values = [pickle.loads(self.store.get(key)) for key in keys]
-        if self.rounds:  # whoever wrote this round has read the last one
-            self.store.delete_key(f"{self.rounds - 1}/{self.rank}")
+        try:
+            self.store.set(keys[self.rank], pickle.dumps(value))
+            self.store.wait(keys, PATIENCE)
+            values = [pickle.loads(self.store.get(key)) for key in keys]
+            if self.rounds:  # whoever wrote this round has read the last one
+                self.store.delete_key(f"{self.rounds - 1}/{self.rank}")
+        except dist.DistError as error:
+            reason = " ".join(str(error).split())[:150]
+            raise SystemExit(f"rank {self.rank} lost the other ranks: {reason}") from None
         self.rounds += 1
         return values
 
@@ -126,6 +142,8 @@ def join(world: World, device: torch.device, timeout_s: float) -> World:
         torch.cuda.set_device(device)  # first, or every rank opens a context on GPU 0
     if "RANK" not in os.environ:
         return world
+    if sys.platform == "linux":  # a rank must not train on when its launcher was killed
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     timeout = timedelta(seconds=timeout_s)
     try:

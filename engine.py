@@ -106,8 +106,23 @@ class Engine:
                 self.compiled, device_ids=ids, gradient_as_bucket_view=True
             )
         self.micro_steps = 0  # of the step under way
-        self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        # of the step under way: loss, targets, tokens, ranks that wish to stop
+        self.sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         self.reduced = False  # whether sums are those of all ranks
+
+    def warm_up(self, batch_size: int, seq_len: int) -> None:
+        """Forward and backward of an empty micro-batch, to no effect on the model.
+
+        torch.compile compiles, and DDP puts its buckets into the order in which gradients come,
+        which it does after its first backward and which decides the order of summation: done
+        before the first step, a resumed run adds up like one that was never interrupted.
+        """
+        ids = torch.zeros(batch_size, seq_len, dtype=torch.int64, device=self.device)
+        for _ in range(2 if self.world_size > 1 else 1):  # DDP reorders in the second forward
+            with self._autocast():
+                loss = self.replica(ids, ids)
+            loss.backward()
+            self.optimizer.zero_grad(set_to_none=True)
 
     def micro_step(self, batch: Batch) -> None:
         """Forward and backward of one micro-batch: adds to the step's gradients."""
@@ -123,17 +138,20 @@ class Engine:
                 loss = self.replica(batch["input_ids"], targets)
             loss.backward()
         tokens, scored = batch["mask"].sum(), (targets != IGNORE).sum()
-        self.sums += torch.stack([loss.detach().double(), scored.double(), tokens.double()])
+        self.sums[:3] += torch.stack([loss.detach().double(), scored.double(), tokens.double()])
         self.micro_steps += 1
 
-    def update(self, lr: float) -> dict[str, torch.Tensor]:
+    def update(self, lr: float, stop: bool = False) -> dict[str, torch.Tensor]:
         """Clip, step the optimizer at ``lr`` and zero the gradients.
 
         Returns float64 scalars on the device, equal on all ranks: ``loss`` (nats per target over
-        the global batch), ``grad_norm`` (before clipping), ``targets``, ``tokens`` and ``skipped``:
-        1 when loss or gradient was not finite, which leaves parameters and optimizer unchanged.
+        the global batch), ``grad_norm`` (before clipping), ``targets``, ``tokens``, ``skipped``: 1
+        when loss or gradient was not finite, which leaves parameters and optimizer unchanged, and
+        ``stop``: how many ranks gave ``stop``.
         """
-        loss, targets, tokens = self._reduced_sums()
+        if stop:
+            self.sums[3] += 1
+        loss, targets, tokens, stops = self._reduced_sums()
         gradients = [p.grad for p in self.names]
         # DDP averaged the ranks' sums: world_size / targets turns that into the mean over targets.
         to_mean = self.world_size / targets
@@ -154,12 +172,13 @@ class Engine:
             "targets": targets,
             "tokens": tokens,
             "skipped": skipped.double(),
+            "stop": stops,
         }
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Gradient of the step's mean loss by parameter name, before clipping: between the last
         micro_step and update. A collective call under DDP."""
-        _, targets, _ = self._reduced_sums()
+        targets = self._reduced_sums()[1]
         scale = self.world_size / targets
         return {name: p.grad * scale.to(p.grad.dtype) for p, name in self.names.items()}
 
@@ -226,7 +245,7 @@ class Engine:
         return torch.autocast(self.device.type, self.autocast)
 
     def _reduced_sums(self) -> torch.Tensor:
-        """Sums over all ranks of (loss, targets, tokens); the step's one scalar all-reduce."""
+        """The sums over all ranks; the step's one scalar all-reduce."""
         if self.micro_steps != self.accumulation:
             raise RuntimeError(
                 f"{self.micro_steps} of {self.accumulation} micro-steps are done: "

@@ -19,13 +19,21 @@ import engine
 import hardware
 import metrics
 import model
+import stopping
 import tokenizer
 from distributed import World, agreed
 from flags import Parser, not_negative, positive, seed
 
 OWN_FLAGS = {"db", "plan_cache"}  # paths that may differ between nodes
+TUNED = (
+    "lr",
+    "min_lr_ratio",
+    "warmup_steps",
+    "weight_decay",
+    "grad_clip",
+)  # may change, and is said
 Stream = elastic.ElasticStream | blocks_loaders.LanceDBStream
-MODULES = (common, model, blocks_loaders, elastic, engine, checkpoints, metrics, hardware)
+MODULES = (common, model, blocks_loaders, elastic, engine, checkpoints, stopping, metrics, hardware)
 
 
 def flag_parser(doc: str | None = None) -> Parser:
@@ -45,10 +53,14 @@ class Start:
     """Where the run starts, a checkpoint or step 0, and where it writes."""
 
     run_id: str
-    checkpoint: Path | None
-    record: dict  # what it says of the run; empty at step 0
+    checkpoint: checkpoints.Found
     run_dir: Path
     ckpt_dir: Path
+
+    @property
+    def record(self) -> dict:
+        """What the checkpoint says of the run; empty at step 0."""
+        return self.checkpoint.record
 
     @property
     def step(self) -> int:
@@ -64,10 +76,18 @@ class Start:
         recorded = self.record.get("segments", [])
         return recorded if args.resume_data == "new" else recorded[:-1]
 
-    def lines(self, resume: str) -> list[str]:
-        if self.checkpoint:
-            return [f"resumed        {self.checkpoint} at step {self.step:,}"]
-        return ["--resume auto: no checkpoint there yet, starting at step 0"] if resume else []
+    def lines(self, args: argparse.Namespace) -> list[str]:
+        path, _, _, notes = self.checkpoint
+        if path is None:
+            fresh = "--resume auto: no checkpoint there yet, starting at step 0"
+            init = f"weights        those of {args.init_from}"
+            return [fresh] * bool(args.resume) + [init] * bool(args.init_from)
+        was, now = self.record["flags"], vars(args)
+        changed = [
+            f"--{k.replace('_', '-')} {was[k]:g} -> {now[k]:g}" for k in TUNED if was[k] != now[k]
+        ]
+        lines = [f"resumed        {path} at step {self.step:,}", *notes]
+        return lines + [f"changed        {', '.join(changed)}"] * bool(changed)
 
 
 def find_start(args: argparse.Namespace, world: World) -> Start:
@@ -79,17 +99,13 @@ def find_start(args: argparse.Namespace, world: World) -> Start:
                 raise SystemExit(
                     f"flag {name} is {value} on rank {world.rank}, {flags[0][name]} on rank 0"
                 )
-    with agreed(world):
         if args.wandb:
             metrics.require_wandb()
-        path = checkpoints.find(args.resume, args.ckpt_dir) if world.is_main else None
-    path, run_id = world.broadcast((path, secrets.token_hex(4)))
-    with agreed(world):
-        record = checkpoints.load_record(path) if path else {}
-    run_id = record.get("run_id", run_id)
-    run_dir = Path(args.run_dir or record.get("run_dir") or Path("runs") / run_id)
-    beside = path.parent if path else checkpoints.DEFAULT_ROOT / run_id
-    return Start(run_id, path, record, run_dir, Path(args.ckpt_dir or beside))
+    found = checkpoints.find(args.resume, args.ckpt_dir, world)
+    run_id = found.record.get("run_id", world.broadcast(secrets.token_hex(4)))
+    run_dir = Path(args.run_dir or found.record.get("run_dir") or Path("runs") / run_id)
+    beside = found.path.parent if found.path else checkpoints.DEFAULT_ROOT / run_id
+    return Start(run_id, found, run_dir, Path(args.ckpt_dir or beside))
 
 
 @dataclass(frozen=True)
@@ -167,7 +183,7 @@ def plan_run(
         config = model.GPTConfig.preset(args.model, data.tokenizer.vocab_size, args.seq_len)
         matched = must_match(args, data, config, schedule)
         check_match(args, start, matched)
-        if start.checkpoint and args.resume_data == "same":
+        if start.checkpoint.path and args.resume_data == "same":
             stream.load_state_dict(start.record["stream"])
     notes = [about_schedule, stream.line]
     if args.steps and args.epochs != 1:
@@ -217,9 +233,32 @@ def build_engine(
             autocast=torch.bfloat16 if device.type == "cuda" else None,
             compile_mode=args.compile_mode if args.compile else None,
         )
-    if start.checkpoint:
-        checkpoints.load_tensors(start.checkpoint, start.record, trainer.tensors(), world)
+    path, record, _, _ = start.checkpoint
+    if path:
+        checkpoints.load_tensors(path, record, trainer.tensors(), world)
+    elif args.init_from:
+        path = Path(args.init_from)
+        record = checkpoints.check(path, world)
+        with agreed(world):
+            was, ours = record["must_match"]["--tokenizer"], plan.must_match["--tokenizer"]
+            if was != ours:
+                raise SystemExit(f"--init-from {path}: tokenizer was {was}, is {ours}")
+        weights = {name: p.detach() for p, name in trainer.names.items()}
+        checkpoints.load_tensors(path, record, weights, world)
     return trainer
+
+
+def open_checkpoints(
+    args: argparse.Namespace, start: Start, world: World
+) -> tuple[checkpoints.Saver, list[str]]:
+    """The saver, with its directory locked for this run, and what to say of it."""
+    lock, notices = None, []
+    with agreed(world, f"--ckpt-dir {start.ckpt_dir}"):
+        if world.is_main:
+            damaged = start.checkpoint.damaged
+            lock, notices = checkpoints.take(start.ckpt_dir, start.step, damaged)
+    keep = args.keep_last, args.keep_every
+    return checkpoints.Saver(start.ckpt_dir, world, lock, *keep), notices
 
 
 def must_match(
@@ -246,7 +285,7 @@ def check_match(args: argparse.Namespace, start: Start, ours: dict[str, object])
         theirs["--lr-total-steps"] = args.lr_total_steps
     different = [f"{k} was {theirs.get(k)}, is {ours[k]}" for k in ours if theirs.get(k) != ours[k]]
     if different:
-        raise SystemExit(f"--resume {start.checkpoint}: another run: {'; '.join(different)}")
+        raise SystemExit(f"--resume {start.checkpoint.path}: another run: {'; '.join(different)}")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """What a run says about itself: meters, the console line, train.log, metrics.jsonl, TensorBoard."""
 
 import argparse
+import hashlib
 import json
 import math
 import resource
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
+from distributed import World
 from flags import not_negative, positive
 
 
@@ -27,14 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--eval-batches", type=positive, default=8, help="global batches of validation blocks"
     )
+    group.add_argument(
+        "--hash-batches", action="store_true", help="log a hash of each logged step's global batch"
+    )
     group.add_argument("--wandb", metavar="PROJECT", help="also log to Weights & Biases")
 
 
 class Meter:
-    """Time and tokens since the last log line, without saving, evaluation and compilation."""
+    """Time and tokens since the last log line, without saving, evaluation and compilation.
 
-    def __init__(self, device: torch.device, tokens: float) -> None:
-        self.device = device
+    ``flops`` are a token's; ``peak`` is FLOP/s of one rank's device, None where not known.
+    """
+
+    def __init__(self, device: torch.device, tokens: float, flops: float, peak: float | None):
+        self.device, self.flops, self.peak = device, flops, peak
         self.began = time.perf_counter()
         self.restart(tokens)
 
@@ -63,22 +71,39 @@ class Meter:
         """Seconds of the interval that count, at least a microsecond."""
         return max(time.perf_counter() - self.started - self.paused, 1e-6)
 
-    def tokens_per_second(self, tokens: float) -> float:
-        """Throughput of the interval, at ``tokens`` trained so far."""
-        return (tokens - self.tokens) / self.elapsed()
-
-    def wait_share(self) -> float:
-        """Fraction of the interval that was spent waiting for data."""
-        return sum(self.waits) / self.elapsed()
-
-    def wait_percentiles(self, *percents: int) -> list[float]:
-        """Percentiles of the steps' waits in the interval, milliseconds."""
-        waits = self.waits or [0.0]  # compiling took the whole interval
-        return (1e3 * np.percentile(waits, percents)).tolist()
+    def values(self, tokens: float, world: World) -> dict[str, float | None]:
+        """The interval's figures for the log, at ``tokens`` trained so far. A collective call."""
+        rate = (tokens - self.tokens) / self.elapsed()
+        waits = (1e3 * np.percentile(self.waits, (50, 95, 99))).tolist()
+        p50, p95, p99 = world.maximum(waits)
+        return {
+            "tokens_per_second": rate,
+            "mfu": rate * self.flops / (self.peak * world.size) if self.peak else None,
+            "data_wait_share": sum(self.waits) / self.elapsed(),
+            "data_wait_ms_p50": p50,
+            "data_wait_ms_p95": p95,
+            "data_wait_ms_p99": p99,
+            "memory_bytes": peak_memory(self.device),
+        }
 
     def eta(self, done: int, left: int) -> float:
         """Seconds that ``left`` steps take at the mean pace of ``done``, everything included."""
         return (time.perf_counter() - self.began) / done * left
+
+
+def batch_hash(batches: list[dict[str, torch.Tensor]], global_batch: int, world: World) -> str:
+    """Hash of a global batch: equal for equal blocks in equal order, however they are dealt.
+
+    The sum mod 2^64 of the blocks' SHA-256, each hashed with its position. A collective call.
+    """
+    position, total = world.rank * global_batch // world.size, 0
+    for batch in batches:
+        for ids, mask in zip(batch["input_ids"], batch["mask"], strict=True):
+            if mask.any():
+                text = f"{position} {ids[mask].tolist()}".encode()
+                total += int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
+                position += 1
+    return f"{sum(world.gather(total)) % 2**64:016x}"
 
 
 def step_line(values: dict, last: int, eta: float) -> str:
@@ -105,13 +130,13 @@ class RunLog:
     """The run directory's log files, written by the main rank only.
 
     ``metrics.jsonl`` is cut back to records up to ``resume_step`` before anything is appended, so
-    that each step is in it once.
+    that each step is in it once. As a context, says in state.json when it is left by an error.
     """
 
     def __init__(
         self, run_dir: Path, is_main: bool = True, resume_step: int = 0, wandb: str | None = None
     ) -> None:
-        self.is_main = is_main
+        self.is_main, self.step = is_main, resume_step
         if not is_main:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -120,6 +145,14 @@ class RunLog:
         self.text = open(run_dir / "train.log", "a")
         self.board = SummaryWriter(run_dir, purge_step=resume_step + 1)
         self.wandb = start_wandb(wandb, run_dir) if wandb else None
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.state("failed", self.step, error=" ".join(str(error).split()))
+        self.close()
 
     def say(self, *lines: str) -> None:
         """Print lines and keep them in train.log."""
@@ -136,18 +169,25 @@ class RunLog:
         """
         if not self.is_main:
             return
+        self.step = values["step"]
         finite = {k: None if _not_finite(v) else v for k, v in values.items()}
         print(json.dumps(finite), file=self.metrics, flush=True)
-        step = values["step"]
         for name, value in values.items():
             if name != "step" and isinstance(value, int | float):
-                self.board.add_scalar(name, value, step)
+                self.board.add_scalar(name, value, self.step)
         if self.wandb:
-            self.wandb.log(values, step=step)
+            self.wandb.log(values, step=self.step)
 
     def write_json(self, name: str, content: dict) -> None:
+        """Write a file of the run directory, whole or not at all."""
         if self.is_main:
-            (self.run_dir / name).write_text(json.dumps(content, indent=1, default=str) + "\n")
+            partial = self.run_dir / f"{name}.partial"
+            partial.write_text(json.dumps(content, indent=1, default=str) + "\n")
+            partial.rename(self.run_dir / name)
+
+    def state(self, state: str, step: int, **more: str) -> None:
+        """Say in state.json how the run is: running (or killed), stopped, finished or failed."""
+        self.write_json("state.json", {"state": state, "step": step, **more})
 
     def close(self) -> None:
         if self.is_main:
@@ -180,6 +220,10 @@ def require_wandb():
 def start_wandb(project: str, run_dir: Path):
     """A Weights & Biases run."""
     return require_wandb().init(project=project, dir=run_dir, name=run_dir.name, resume="allow")
+
+
+def first_batch_line(first_batch_s: float, plan_s: float) -> str:
+    return f"first batch    after {first_batch_s:.2f} s, plans in {plan_s:.2f} s"
 
 
 def validation_line(step: int, result: dict[str, float]) -> str:

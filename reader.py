@@ -70,8 +70,7 @@ class Reader:
     def packed(self, epoch: Arrays, positions: np.ndarray) -> Blocks:
         """The blocks at ``positions`` int64 (n,), ascending, of the epoch's token stream."""
         T, ends = self.seq_len, epoch["end"]
-        ids = np.empty(len(positions) * T, self.dtype)
-        begins_document = np.empty(len(ids), bool)
+        ids, heads = np.empty(len(positions) * T, self.dtype), []
         # runs of adjacent blocks are pieces of the stream
         breaks = np.flatnonzero(np.diff(positions) != 1) + 1
         begins = positions[np.append(0, breaks)] * T
@@ -81,33 +80,29 @@ class Reader:
         hi = np.searchsorted(ends, stops, side="left") + 1
         before = np.where(lo > 0, ends[lo - 1], 0)
         sizes = ends[hi - 1] - before
+        out = np.cumsum(stops - begins)  # where in ids each run ends
         parts = np.flatnonzero(np.diff(np.cumsum(sizes) // PART)) + 1
-        done = 0
         for runs in np.split(np.arange(len(lo)), parts):
             rows = np.concatenate([np.arange(lo[j], hi[j]) for j in runs])
             lengths = ends[rows] - np.where(rows > 0, ends[rows - 1], 0) - 1
             stream = self._joined(epoch["offset"][rows], lengths)
-            first = np.zeros(len(stream), bool)
-            first[np.cumsum(lengths + 1) - lengths - 1] = True
             # where each run begins in what was read, which starts with a whole document
             cuts = np.cumsum(sizes[runs]) - sizes[runs] + begins[runs] - before[runs]
-            pieces = [
-                slice(a, a + n) for a, n in zip(cuts, stops[runs] - begins[runs], strict=True)
-            ]
-            here = slice(done, done + int((stops[runs] - begins[runs]).sum()))
-            np.concatenate([stream[p] for p in pieces], out=ids[here])
-            np.concatenate([first[p] for p in pieces], out=begins_document[here])
-            done = here.stop
-        return Blocks(ids.reshape(-1, T), doc_ids=self._numbered(begins_document))
+            n = stops[runs] - begins[runs]
+            pieces = [stream[a : a + k] for a, k in zip(cuts, n, strict=True)]
+            np.concatenate(pieces, out=ids[out[runs[0]] - n[0] : out[runs[-1]]])
+            run = np.repeat(np.arange(len(runs)), hi[runs] - lo[runs])
+            begin = np.cumsum(lengths + 1) - lengths - 1 - cuts[run]  # of each document, in its run
+            heads.append((out[runs] - n)[run] + begin)
+            heads[-1] = heads[-1][(begin >= 0) & (begin < n[run])]
+        return Blocks(ids.reshape(-1, T), doc_ids=self._numbered(np.concatenate(heads), len(ids)))
 
-    def _numbered(self, begins: np.ndarray) -> np.ndarray:
-        """Each token's document number in its block (n, T), from where documents begin (n T,)."""
-        T = self.seq_len
-        begins[::T] = True  # or go on
-        at = np.flatnonzero(begins)
-        numbers = np.arange(len(at)) - np.searchsorted(at, at // T * T)
-        lengths = np.diff(at, append=len(begins))
-        return np.repeat(numbers.astype(self.doc_dtype), lengths).reshape(-1, T)
+    def _numbered(self, heads: np.ndarray, size: int) -> np.ndarray:
+        """Each token's document number in its block (size / T, T), from where documents begin."""
+        at = np.union1d(heads, np.arange(0, size, self.seq_len))  # or go on from the block before
+        numbers = np.arange(len(at)) - np.searchsorted(at, at // self.seq_len * self.seq_len)
+        numbers = np.repeat(numbers.astype(self.doc_dtype), np.diff(at, append=size))
+        return numbers.reshape(-1, self.seq_len)
 
     def documents(self, epoch: Arrays, rows: np.ndarray) -> Blocks:
         """Row mode: documents ``rows`` (n,) of the order with EOS, each cut or padded to T."""

@@ -6,7 +6,7 @@ On one CPU process with the demo corpus, or on all GPUs of a node:
 """
 
 import argparse
-import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -24,9 +24,11 @@ import launch
 import metrics
 from distributed import World, agreed
 from scripts import demo
+from stopping import Stopping
 
 
 def main(argv: list[str] | None = None) -> None:
+    began = time.monotonic()
     parser = launch.flag_parser(__doc__)
     args = parser.parse_args(argv)
     world = distributed.world_from_environ()
@@ -41,7 +43,9 @@ def main(argv: list[str] | None = None) -> None:
     device = hardware.choose_device(args.device, world.local_rank)
     world = distributed.join(world, device, args.dist_timeout)
     try:
-        train(args, device, world, notices)
+        train(args, device, world, notices, began)
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted") from None
     except RuntimeError as error:
         if not hardware.is_out_of_memory(error):
             raise
@@ -54,29 +58,38 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(
-    args: argparse.Namespace, device: torch.device, world: World, notices: Sequence[str] = ()
+    args: argparse.Namespace,
+    device: torch.device,
+    world: World,
+    notices: Sequence[str] = (),
+    began: float | None = None,
 ) -> dict[str, float]:
     """Train to the last step. Returns the last validation's ``loss`` and ``bpb``, if there was one.
 
-    Raises SystemExit, on all ranks, for anything that a user can mend. ``notices`` are printed.
+    Raises SystemExit, on all ranks, for anything that a user can mend. ``notices`` are printed,
+    ``began`` is when --time-limit begins, on the clock of time.monotonic (default: now).
     """
     start = launch.find_start(args, world)
     data = launch.open_data(args, start, world)
     plan, stream = launch.plan_run(args, data, start, world)
     trainer = launch.build_engine(args, plan, start, device, world)
     validation = launch.read_validation(args, data, plan, world)
-    notices = [*notices, validation.line(args)]
-    log = start_log(args, data, plan, start, trainer, world, notices)
+    saver, about_saver = launch.open_checkpoints(args, start, world)
+    log = start_log(args, data, plan, start, trainer, world)
+    log.say(*notices, *about_saver, validation.line(args))
     if start.step >= plan.steps:
         log.say(f"nothing to do: {start.step:,} of {plan.steps:,} steps are done")
 
     token_bytes = torch.from_numpy(data.tokenizer.token_bytes()).to(device)
-    flops = trainer.model.flops_per_token()  # per token
-    peak = hardware.device_peak_flops(device)  # per second and rank, None where not known
+    flops, peak = trainer.model.flops_per_token(), hardware.device_peak_flops(device)
     # tokens in all, steps skipped, tokens in those
     totals = torch.tensor(start.totals, dtype=torch.float64, device=device)
-    meter, result = metrics.Meter(device, start.totals[0]), {}
-    with closing(log), closing(stream):
+    result, stopped, step = {}, False, start.step
+    stopping = Stopping(args.time_limit, began or time.monotonic(), device, saver.failed)
+    with log, closing(stream), closing(saver), closing(stopping):
+        if plan.steps > start.step and (world.size > 1 or args.compile):
+            trainer.warm_up(args.batch_size, args.seq_len)  # compiling is not throughput
+        meter = metrics.Meter(device, start.totals[0], flops, peak)
         steps = stream.steps()
         for step in range(start.step + 1, plan.steps + 1):
             lr = engine.learning_rate(step, **plan.schedule)
@@ -85,24 +98,18 @@ def train(
             if step == start.step + 1:
                 first = {"first_batch_s": meter.waits[0], "plan_s": stream.plan_seconds}
                 log.record({"step": step, **first})
-                log.say(
-                    "first batch    after {first_batch_s:.2f} s, plan {plan_s:.2f} s".format(
-                        **first
-                    )
-                )
+                log.say(metrics.first_batch_line(**first))
             for batch in batches:
                 trainer.micro_step(batch)
-            stats = trainer.update(lr)
+            stats = trainer.update(lr, stop=stopping.wanted())
             tokens, skipped = stats["tokens"], stats["skipped"]
             totals += torch.stack([tokens, skipped, tokens * skipped])
+            stopped = stopping.agreed(stats["stop"])
+            last = stopped or step == plan.steps
 
-            if step == start.step + 1 and args.compile:
-                meter.restart(totals[0].item())  # compiling is not throughput
-            if step == plan.steps or due(step, args.log_every):
+            if last or due(step, args.log_every):
                 numbers = torch.stack([*totals, stats["loss"], stats["grad_norm"]])
                 tokens, skipped, _, loss, grad_norm = numbers.tolist()  # waits for the device
-                rate = meter.tokens_per_second(tokens)
-                p50, p95, p99 = world.maximum(meter.wait_percentiles(50, 95, 99))
                 values = {
                     "step": step,
                     "epoch": stream.epoch,
@@ -110,41 +117,57 @@ def train(
                     "loss": loss,
                     "lr": lr,
                     "grad_norm": grad_norm,
-                    "tokens_per_second": rate,
-                    "mfu": rate * flops / (peak * world.size) if peak else None,
-                    "data_wait_share": meter.wait_share(),
-                    "data_wait_ms_p50": p50,
-                    "data_wait_ms_p95": p95,
-                    "data_wait_ms_p99": p99,
+                    **meter.values(tokens, world),
                     "queued_bytes": stream.queued_bytes(),
                     "skipped": int(skipped),
-                    "memory_bytes": metrics.peak_memory(device),
                 }
+                if args.hash_batches:
+                    values["batch_hash"] = metrics.batch_hash(batches, plan.global_batch, world)
                 log.record(values)
                 eta = meter.eta(step - start.step, plan.steps - step)
                 log.say(metrics.step_line(values, plan.steps, eta))
                 meter.restart(tokens)
-            if step == plan.steps or due(step, args.ckpt_every):
-                with meter.pause():
-                    record = snapshot(args, data, plan, start, stream, totals)
-                    path = checkpoints.save(start.ckpt_dir, step, trainer.tensors(), record, world)
-                    log.say(f"step {step}: saved {path}")
-                    log.say(*data.pin.hold())
             if validation.tokens and (step == plan.steps or due(step, args.eval_every)):
                 with meter.pause():
                     result = trainer.validate(validation.batches, token_bytes)
                     log.record({"step": step, **{f"val_{k}": v for k, v in result.items()}})
                     log.say(metrics.validation_line(step, result))
-        if plan.steps > start.step:
+            if saver.written():
+                finish(saver, data.pin, log)
+            if last or due(step, args.ckpt_every):
+                with meter.pause():
+                    finish(saver, data.pin, log)  # the one before
+                    record = snapshot(args, data, plan, start, stream, totals)
+                    saver.start(step, trainer.tensors(), record)
+                    if last or args.ckpt_sync:
+                        finish(saver, data.pin, log)
+            if stopped:
+                break
+        if step > start.step:
             segments = start.segments(args) + [stream.ledger()]
             log.say(*metrics.ledger_lines(segments, int(totals[2])))
-        data.pin.release()
+        if step < plan.steps:
+            log.say(
+                f"stopped at step {step:,} ({stopping.reason()}): to go on, "
+                f"--resume auto --ckpt-dir {start.ckpt_dir}"
+            )
+        else:
+            data.pin.hold(set())  # nothing will be resumed
+        log.state("stopped" if step < plan.steps else "finished", step)
     return result
 
 
 def due(step: int, every: int) -> bool:
     """Whether something that happens every so many steps (0: never) happens after this one."""
     return every > 0 and step % every == 0
+
+
+def finish(saver: checkpoints.Saver, pin: common.Pin, log: metrics.RunLog) -> None:
+    """Wait for the save under way, if any; tag the table versions that can be resumed from."""
+    lines = saver.finish()
+    if lines and log.is_main:
+        lines += pin.hold(saver.table_versions())
+    log.say(*lines)
 
 
 def start_log(
@@ -154,14 +177,8 @@ def start_log(
     start: launch.Start,
     trainer: engine.Engine,
     world: World,
-    notices: Sequence[str],
 ) -> metrics.RunLog:
     """Open the run directory and say what will happen, with every derived number."""
-    with agreed(world, f"--ckpt-dir {start.ckpt_dir}"):
-        if world.is_main:
-            start.ckpt_dir.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=start.ckpt_dir):
-                pass  # found out now, not at the first save
     with agreed(world, f"--run-dir {start.run_dir}"):
         if world.is_main and not args.resume and (start.run_dir / "metrics.jsonl").exists():
             raise SystemExit(
@@ -171,17 +188,17 @@ def start_log(
         about = hardware.describe_environment(trainer.device)
         log.write_json("environment.json", about)
         log.write_json("config.json", {"flags": vars(args), "derived": asdict(plan)})
+        log.state("running", start.step)
     every = f"every {args.ckpt_every:,} steps and after" if args.ckpt_every else "after"
     parameters = sum(p.numel() for p in trainer.names)
     log.say(
         f"run            {start.run_id}, logs in {start.run_dir}",
         f"checkpoints    {start.ckpt_dir}, {every} the last step",
-        *start.lines(args.resume),
+        *start.lines(args),
         f"ranks          {world.size} on {about['device_name'] or about['cpu']}",
         *data.lines,
         f"model          {args.model}, {parameters:,} parameters",
         *plan.lines,
-        *notices,
     )
     return log
 

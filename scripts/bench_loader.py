@@ -222,7 +222,8 @@ def measure_plan(arm: dict) -> dict[str, float]:
         dataset = lance.write_dataset(pa.table(columns), f"{folder}/rows.lance")
         del columns
         before = resident_bytes()
-        cache, order, began = Cache(Path(folder) / "cache", 1 << 40), Order(True, 0, 1), clock()
+        cache, order = Cache(Path(folder) / "cache", 1 << 40), Order(True, 0, arm["clump"])
+        began = clock()
         found = cache.get("scan", lambda to: plan.scan(dataset, "n_tokens > 0", "id", to))
         scanned = clock()
         cache.get("order", lambda to: plan.write_order(found, order, 0, to))
@@ -304,7 +305,9 @@ def arms(work: Path, seconds: float) -> dict[str, dict]:
             name = f"take_{'ring' if ring else 'threads'}_{'clumps' if clump > 1 else 'rows'}"
             found[name] = {"loader": "take", "table": corpus, "ring": ring, "clump": clump, **timed}
     for rows in PLAN_ROWS:
-        found[f"plan_{rows // 10**6}m"] = {"loader": "plan", "rows": rows, "work": str(work)}
+        plan = {"loader": "plan", "rows": rows, "clump": 1, "work": str(work)}
+        found[f"plan_{rows // 10**6}m"] = plan
+    found[f"plan_{rows // 10**6}m_clumps"] = plan | {"clump": 64}
     return found
 
 

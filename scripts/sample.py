@@ -32,12 +32,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", default="auto", help="auto, cuda (also ROCm) or cpu")
     args = parser.parse_args(argv)
 
-    path = checkpoints.find(args.checkpoint, args.ckpt_dir)
+    path, record, _, notes = checkpoints.find(args.checkpoint, args.ckpt_dir, World())
     if path is None:
         where = args.ckpt_dir or checkpoints.DEFAULT_ROOT
         raise SystemExit(f"no checkpoint in {where}: train one, or name another --ckpt-dir")
     device = hardware.choose_device(args.device, local_rank=0)
-    gpt, codec = load(path, device, args.tokenizer)
+    gpt, codec = load(path, record, device, args.tokenizer)
     ids = codec.encode(pa.array([args.prompt])).to_pylist()[0] or [codec.eos_id]
     generator = torch.Generator(device).manual_seed(args.seed)
     output = gpt.generate(
@@ -48,15 +48,14 @@ def main(argv: list[str] | None = None) -> None:
         eos_id=codec.eos_id,
         generator=generator,
     )
-    print(f"{path}: {args.prompt!r} continues as", file=sys.stderr)
+    print(*notes, f"{path}: {args.prompt!r} continues as", sep="\n", file=sys.stderr)
     print(codec.decode(output[0].tolist()))
 
 
 def load(
-    path: Path, device: torch.device, spec: str | None
+    path: Path, record: dict, device: torch.device, spec: str | None
 ) -> tuple[model.GPT, tokenizer.Tokenizer]:
     """The model of a checkpoint and its tokenizer, or ``spec``'s where it has moved."""
-    record = checkpoints.load_record(path)
     gpt = model.GPT(model.GPTConfig(**record["model"])).to(device).eval()
     tensors = {name: p.detach() for name, p in gpt.named_parameters()}
     checkpoints.load_tensors(path, record, tensors, World())

@@ -75,17 +75,20 @@ def torchrun(ranks: int, *command: str, cwd: Path, timeout: float = 240, **envir
 
 
 @contextmanager
-def started(*words: str, cwd: Path) -> Iterator[subprocess.Popen]:
+def started(*words: str, cwd: Path, here: Path | None = None) -> Iterator[subprocess.Popen]:
     """A running command, which is killed at the end with all its descendants.
 
-    Its output goes to ``cwd/output``. torchrun's workers have sessions of their own, so that
-    processes are told by a variable of their environment.
+    It works in ``here`` (default: ``cwd``) and its output goes to ``cwd/output``. torchrun's
+    workers have sessions of their own, so that processes are told by an environment variable.
     """
     with open(cwd / "output", "w") as output:
         process = subprocess.Popen(
-            words, cwd=cwd, stdout=output, stderr=subprocess.STDOUT,
+            words,
+            cwd=here or cwd,
+            stdout=output,
+            stderr=subprocess.STDOUT,
             env=os.environ | {"STARTED_BY_TEST": str(cwd)},
-        )  # fmt: skip
+        )
         try:
             yield process
         finally:

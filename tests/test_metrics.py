@@ -8,28 +8,37 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from distributed import World
 from metrics import Meter, RunLog, cut_back, duration, human, step_line
 
 CPU = torch.device("cpu")
 
 
 def test_paused_time_is_not_in_the_throughput():
-    meter = Meter(CPU, tokens=1000)
+    meter = Meter(CPU, tokens=1000, flops=100, peak=1e6)
     time.sleep(0.05)
     with meter.pause():
         time.sleep(0.2)
     assert 0.05 <= meter.elapsed() < 0.2
-    assert meter.tokens_per_second(2000) == pytest.approx(1000 / meter.elapsed(), rel=0.05)
+    with meter.wait():
+        pass
+    values, rate = meter.values(2000, World()), 1000 / meter.elapsed()
+    assert values["tokens_per_second"] == pytest.approx(rate, rel=0.05)
+    assert values["mfu"] == pytest.approx(rate * 100 / 1e6, rel=0.05)
 
 
 def test_waiting_is_a_share_of_the_interval():
-    meter = Meter(CPU, tokens=0)
+    meter = Meter(CPU, tokens=0, flops=100, peak=None)
     with meter.wait():
         time.sleep(0.1)
-    assert meter.wait_share() > 0.8
+    values = meter.values(10, World())
+    assert values["data_wait_share"] > 0.8 and values["data_wait_ms_p50"] >= 100
+    assert values["mfu"] is None
     meter.restart(10)
+    with meter.wait():
+        time.sleep(0.001)
     time.sleep(0.01)
-    assert meter.wait_share() == 0 and meter.tokens == 10
+    assert meter.values(20, World())["data_wait_share"] < 0.5
 
 
 def test_resume_cuts_metrics_back_to_the_checkpoint(tmp_path):

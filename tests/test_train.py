@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 import launch
+import model
 import train
-from scripts import tokenize_corpus
+from scripts import inspect_checkpoint, tokenize_corpus
 from tests.conftest import (
     ROOT,
     documents,
@@ -328,6 +329,79 @@ def test_id_that_occurs_twice_is_refused(tmp_path):
     assert "occurs more than once: name a unique column with --id-column" in line
 
 
+def test_changed_schedule_flags_are_said_and_global_batch_may_change_on_purpose(corpus, capsys):
+    go(corpus, "--steps", "2", "--ckpt-dir", "c", "--run-dir", "r")
+    flags = ("--lr-total-steps", "4", "--lr", "1e-3", "--global-batch", "6")
+    go(corpus, "--steps", "4", "--ckpt-dir", "c", "--run-dir", "r", "--resume", "auto", *flags)
+    printed = capsys.readouterr().out
+    assert "changed        --lr 0.0006 -> 0.001" in printed
+    record = json.loads(Path("c/step_00000004/checkpoint.json").read_text())
+    assert record["global_batch"] == 6 and record["stream"]["block"] == 2 * 4 + 2 * 6
+    assert record["tokens"] == (2 * 4 + 2 * 6) * 64
+
+
+def test_new_run_may_start_from_the_weights_of_another(corpus, capsys):
+    go(corpus, "--steps", "2", "--ckpt-dir", "a")
+    init = ("--init-from", "a/step_00000002")
+    go(corpus, "--steps", "1", "--ckpt-dir", "b", "--lr", "0", *init)
+    old, new = weights("a/step_00000002"), weights("b/step_00000001")
+    assert all(torch.equal(old[n], new[n]) for n in old if not n.startswith("optimizer."))
+    assert new["optimizer.step.wpe.weight"].item() == 1
+    assert "weights        those of a/step_00000002" in capsys.readouterr().out
+    # an unattended restart has both flags, and continues its own
+    go(corpus, "--steps", "1", "--ckpt-dir", "b", "--lr", "0", *init, "--resume", "auto")
+    assert "nothing to do" in capsys.readouterr().out
+    line = refusal("--db", str(corpus), "--model", "small", "--steps", "1", *init)
+    assert "wte.weight is" in line and "the model's is" in line
+
+
+def test_checkpoints_are_kept_as_told(corpus):
+    go(corpus, "--steps", "9", "--ckpt-every", "2", "--ckpt-dir", "c", "--keep-last", "2",
+       "--keep-every", "4")  # fmt: skip
+    kept = sorted(p.name for p in Path("c").glob("step_*"))
+    assert kept == [f"step_{s:08d}" for s in (4, 8, 9)]
+
+
+def test_two_runs_on_one_directory_refuse_each_other(corpus, tmp_path):
+    flags = ("--db", str(corpus), *SMALL, "--steps", "100000", "--ckpt-every", "2")
+    flags += ("--ckpt-dir", "c", "--run-dir", "r")
+    with started(sys.executable, str(ROOT / "train.py"), *flags, cwd=tmp_path) as first:
+        wait_for(Path("c/step_00000002").exists)
+        line = refusal(*flags, "--resume", "auto")
+        assert f"--ckpt-dir c is in use by process {first.pid} on " in line
+        first.kill()
+        first.wait()
+    train.main([*flags, "--resume", "auto", "--steps", "1"])  # the dead owner left no lock
+
+
+def test_inspection_says_what_a_checkpoint_holds(corpus, capsys):
+    go(corpus, "--steps", "2", "--ckpt-dir", "c")
+    capsys.readouterr()
+    inspect_checkpoint.main(["--ckpt-dir", "c"])
+    printed = capsys.readouterr().out
+    table = lancedb.connect(corpus).open_table("corpus")
+    assert "step           2, 512 tokens, 0 steps skipped" in printed
+    assert f"position       epoch 0, block 8 of 926, table version {table.version}" in printed
+    parameters = sum(
+        p.numel() for p in model.GPT(model.GPTConfig.preset("tiny", 257, 64)).parameters()
+    )
+    assert f"{parameters:,} parameters" in printed and "checksums right" in printed
+    (shard,) = Path("c/step_00000002").glob("*.safetensors")
+    os.truncate(shard, 100)
+    with pytest.raises(SystemExit, match=f"{shard.name} is damaged"):
+        inspect_checkpoint.main(["c/step_00000002"])
+
+
+def test_training_draws_no_random_number_after_the_weights(corpus):
+    """Why a checkpoint holds no generator's state."""
+    go(corpus, "--steps", "1", "--ckpt-dir", "c")
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    go(corpus, "--steps", "3", "--ckpt-dir", "c", "--resume", "auto", "--lr-total-steps", "3")
+    assert torch.equal(torch.rand(3), expected)
+
+
 def test_damaged_checkpoint_is_refused_by_file_name(corpus):
     go(corpus, "--steps", "1", "--ckpt-dir", "c")
     (shard,) = Path("c/step_00000001").glob("*.safetensors")
@@ -338,7 +412,7 @@ def test_damaged_checkpoint_is_refused_by_file_name(corpus):
     shard.write_bytes(whole[:-1])
     assert f"{shard.name} is damaged" in refusal(*flags)
     shard.unlink()
-    assert f"{shard.name} is damaged (None bytes" in refusal(*flags)
+    assert f"{shard.name} is damaged (missing)" in refusal(*flags)
     assert "no complete checkpoint" in refusal(*flags[:-1], "c/step_00000009")
 
 
@@ -489,7 +563,7 @@ def test_full_disk_is_one_line_and_leaves_nothing_half_written(corpus, tmp_path)
     with small_disk(tmp_path / "small", "8m") as small:
         line = refusal("--db", str(corpus), "--steps", "2", "--ckpt-dir", str(small / "c"))
         assert "cannot write checkpoint" in line and "No space left" in line
-        assert list((small / "c").iterdir()) == []
+        assert [p.name for p in (small / "c").iterdir()] == [".lock"]
 
 
 @pytest.mark.slow
