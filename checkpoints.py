@@ -147,7 +147,7 @@ class Saver:
         self.root, self.world, self.lock = root, world.apart(), lock
         self.keep = keep_last, keep_every
         self.buffers: dict[str, torch.Tensor] = {}  # this rank's share in host memory
-        self.pending: Future[Path] | None = None
+        self.pending: Future[tuple[Path, float]] | None = None
         self.stood_still = 0.0  # seconds of the last save
 
     def start(self, step: int, tensors: dict[str, torch.Tensor], record: dict) -> None:
@@ -167,11 +167,10 @@ class Saver:
             buffer.copy_(tensors[name], non_blocking=True)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        self.pending = Future()
-        total = sum(t.nbytes for t in tensors.values())
+        self.pending, total = Future(), sum(t.nbytes for t in tensors.values())
         # a daemon: a rank whose peers died must not wait for them at its exit
-        work = threading.Thread(target=self._run, args=(step, record, total), daemon=True)
-        work.start()
+        work = (self.pending, step, record, total)
+        threading.Thread(target=self._run, args=work, daemon=True).start()
         self.stood_still = time.perf_counter() - began
 
     def failed(self) -> bool:
@@ -203,14 +202,14 @@ class Saver:
         """Of the table, which the checkpoints that there are need."""
         return {load_record(path)["table_version"] for path in complete(self.root)}
 
-    def _run(self, step: int, record: dict, total: int) -> None:
+    def _run(self, pending: Future, step: int, record: dict, total: int) -> None:
         began = time.perf_counter()
         try:
             path = self._write(step, record, total)
         except BaseException as error:
-            self.pending.set_exception(error)
+            pending.set_exception(error)
         else:
-            self.pending.set_result((path, time.perf_counter() - began))
+            pending.set_result((path, time.perf_counter() - began))
 
     def _write(self, step: int, record: dict, total: int) -> Path:
         final = self.root / f"step_{step:08d}"
