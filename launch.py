@@ -240,9 +240,10 @@ def build_engine(
         path = Path(args.init_from)
         record = checkpoints.check(path, world)
         with agreed(world):
-            was, ours = record["must_match"]["--tokenizer"], plan.must_match["--tokenizer"]
-            if was != ours:
-                raise SystemExit(f"--init-from {path}: tokenizer was {was}, is {ours}")
+            for flag in ("--model", "--tokenizer"):
+                was, ours = record["must_match"][flag], plan.must_match[flag]
+                if was != ours:
+                    raise SystemExit(f"--init-from {path}: {flag} was {was}, is {ours}")
         weights = {name: p.detach() for p, name in trainer.names.items()}
         checkpoints.load_tensors(path, record, weights, world)
     return trainer

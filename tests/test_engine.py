@@ -202,3 +202,24 @@ def test_learning_rate_warms_up_linearly_then_follows_the_cosine():
     assert rates[4:12] == pytest.approx(cosine) and rates[11] > 0.1  # the last step still learns
     assert rates[12] == rates[13] == pytest.approx(0.1)
     assert sorted(rates[3:], reverse=True) == rates[3:]
+
+
+def test_a_step_draws_no_random_number():
+    """Why a checkpoint holds no generator's state."""
+    engine = Engine(double_model())
+    before = torch.get_rng_state()
+    engine.warm_up(6, 16)
+    engine.micro_step(ragged_batch())
+    engine.update(1e-3)
+    engine.validate([ragged_batch()])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_warming_up_changes_nothing():
+    warm, cold = Engine(double_model()), Engine(double_model())
+    warm.warm_up(6, 16)
+    for engine in (warm, cold):
+        engine.micro_step(ragged_batch())
+        engine.update(1e-3)
+    for name, tensor in cold.tensors().items():
+        assert torch.equal(tensor, warm.tensors()[name]), name

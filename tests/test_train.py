@@ -182,10 +182,10 @@ def test_resumed_run_is_the_uninterrupted_one(corpus, capsys, loader):
 
 def test_finished_run_resumed_does_nothing(corpus, capsys):
     go(corpus, "--steps", "2", "--ckpt-dir", "c")
-    before = {p: p.stat().st_mtime_ns for p in Path("c").rglob("*")}
+    before = {p: p.stat().st_mtime_ns for p in Path("c").rglob("step*/*")}
     go(corpus, "--steps", "2", "--ckpt-dir", "c", "--resume", "auto")
     assert "nothing to do: 2 of 2 steps are done" in capsys.readouterr().out
-    assert {p: p.stat().st_mtime_ns for p in Path("c").rglob("*")} == before
+    assert {p: p.stat().st_mtime_ns for p in Path("c").rglob("step*/*")} == before
 
 
 def test_resume_auto_starts_fresh_and_says_so_where_there_is_nothing(corpus, capsys):
@@ -352,7 +352,9 @@ def test_new_run_may_start_from_the_weights_of_another(corpus, capsys):
     go(corpus, "--steps", "1", "--ckpt-dir", "b", "--lr", "0", *init, "--resume", "auto")
     assert "nothing to do" in capsys.readouterr().out
     line = refusal("--db", str(corpus), "--model", "small", "--steps", "1", *init)
-    assert "wte.weight is" in line and "the model's is" in line
+    assert line.startswith("--init-from a/step_00000002: --model was tiny ") and "small" in line
+    line = refusal("--db", str(corpus), "--seq-len", "32", "--steps", "1", *init)
+    assert "wpe.weight is (64, 128) torch.float32, the model's is (32, 128)" in line
 
 
 def test_checkpoints_are_kept_as_told(corpus):
@@ -371,7 +373,8 @@ def test_two_runs_on_one_directory_refuse_each_other(corpus, tmp_path):
         assert f"--ckpt-dir c is in use by process {first.pid} on " in line
         first.kill()
         first.wait()
-    train.main([*flags, "--resume", "auto", "--steps", "1"])  # the dead owner left no lock
+    # the dead owner left no lock
+    train.main([*flags, "--resume", "auto", "--time-limit", "0.001"])
 
 
 def test_inspection_says_what_a_checkpoint_holds(corpus, capsys):
@@ -381,7 +384,10 @@ def test_inspection_says_what_a_checkpoint_holds(corpus, capsys):
     printed = capsys.readouterr().out
     table = lancedb.connect(corpus).open_table("corpus")
     assert "step           2, 512 tokens, 0 steps skipped" in printed
-    assert f"position       epoch 0, block 8 of 926, table version {table.version}" in printed
+    texts = documents(300)
+    blocks = sum(len(texts[i]) + 1 for i in range(300) if i % 100) // 64
+    where = f"epoch 0, block 8 of {blocks:,}, table version {table.version}"
+    assert f"position       {where}" in printed
     parameters = sum(
         p.numel() for p in model.GPT(model.GPTConfig.preset("tiny", 257, 64)).parameters()
     )
@@ -390,16 +396,6 @@ def test_inspection_says_what_a_checkpoint_holds(corpus, capsys):
     os.truncate(shard, 100)
     with pytest.raises(SystemExit, match=f"{shard.name} is damaged"):
         inspect_checkpoint.main(["c/step_00000002"])
-
-
-def test_training_draws_no_random_number_after_the_weights(corpus):
-    """Why a checkpoint holds no generator's state."""
-    go(corpus, "--steps", "1", "--ckpt-dir", "c")
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    go(corpus, "--steps", "3", "--ckpt-dir", "c", "--resume", "auto", "--lr-total-steps", "3")
-    assert torch.equal(torch.rand(3), expected)
 
 
 def test_damaged_checkpoint_is_refused_by_file_name(corpus):
