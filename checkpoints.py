@@ -1,7 +1,7 @@
 """Checkpoints: complete directories ``step_00000100`` or nothing.
 
 A checkpoint holds ``shard-*.safetensors``, tensors by plain name with whole tensors spread over the
-ranks by bytes, and ``checkpoint.json``: everything else, with size and SHA-256 of each shard. It is
+ranks by bytes, and ``checkpoint.json``: everything else, with size and CRC-32 of each shard. It is
 written under a temporary name, fsynced and renamed; rename is the only atomicity relied upon.
 Nothing that is read back is unpickled. There is no state of a random generator: after the weights
 are drawn, training draws no random number (the shuffle is a hash).
@@ -26,6 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from common import crc32
 from distributed import World, agreed
 from flags import not_negative
 
@@ -260,7 +261,7 @@ class Saver:
         except SafetensorError as error:  # of the file system
             raise OSError(str(error)) from error
         fsync(path)
-        return {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}}
+        return {path.name: {"bytes": path.stat().st_size, "crc32": crc32(path)}}
 
 
 # -----------------------------------------------------------------------------
@@ -326,7 +327,7 @@ def check(path: Path, world: World) -> dict:
     with agreed(world, f"cannot read checkpoint {path}"):
         record = load_record(path)
         for name in sorted(record["files"])[world.rank :: world.size]:
-            if sha256(path / name) != record["files"][name]["sha256"]:
+            if crc32(path / name) != record["files"][name]["crc32"]:
                 raise SystemExit(f"checkpoint {path}: {name} is damaged (checksum differs)")
     return record
 
@@ -393,11 +394,6 @@ def _fill(tensor: torch.Tensor, found: torch.Tensor, name: str) -> None:
 
 def digest(record: dict) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-
-
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fsync(path: Path) -> None:

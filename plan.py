@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 import lance
 import numpy as np
 
+from common import crc32
 from flags import not_negative
 
 CHUNK = 1 << 20  # rows handled at once, which bounds the memory beside the arrays themselves
@@ -243,7 +243,7 @@ def _seal(folder: Path, meta: dict) -> None:
     """Checksum and sync the columns; the meta file says that they are whole."""
     files = {}
     for path in sorted(folder.iterdir()):
-        files[path.name] = _checksum(path)
+        files[path.name] = crc32(path)
         with open(path, "rb") as file:
             os.fsync(file.fileno())
     (folder / META).write_text(json.dumps({**meta, "files": files}))
@@ -253,7 +253,7 @@ def _load(folder: Path) -> Arrays | None:
     """The entry, or None where it is missing or not what was written."""
     try:
         meta = json.loads((folder / META).read_text())
-        if any(_checksum(folder / name) != crc for name, crc in meta["files"].items()):
+        if any(crc32(folder / name) != crc for name, crc in meta["files"].items()):
             return None
     except (OSError, ValueError, KeyError):
         return None
@@ -263,11 +263,3 @@ def _load(folder: Path) -> Arrays | None:
         size = (folder / name).stat().st_size
         columns[column] = np.memmap(folder / name, dtype, "r") if size else np.empty(0, dtype)
     return Arrays(meta, columns)
-
-
-def _checksum(path: Path) -> int:
-    crc = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 22):
-            crc = zlib.crc32(chunk, crc)
-    return crc
