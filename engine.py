@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from flags import fraction, magnitude, not_negative
-from model import GPT, IGNORE
+from loss import IGNORE
+from model import GPT
 
 Batch = dict[str, torch.Tensor]
 
@@ -44,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--grad-clip", type=magnitude, default=1.0, help="gradient norm (0: no clipping)"
+    )
+    group.add_argument(
+        "--z-loss", type=magnitude, default=0.0, help="weight of PaLM's z-loss, such as 1e-4"
     )
     group.add_argument("--compile", action="store_true", help="torch.compile the model")
     modes = ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
@@ -87,13 +91,14 @@ class Engine:
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
         grad_clip: float = 1.0,
+        z_loss: float = 0.0,
         autocast: torch.dtype | None = None,
         compile_mode: str | None = None,
     ) -> None:
         self.model = model  # plain: its names go into checkpoints
         self.device = next(model.parameters()).device
         self.accumulation = accumulation
-        self.grad_clip = grad_clip
+        self.grad_clip, self.z_loss = grad_clip, z_loss
         self.autocast = autocast
         self.names = {p: name for name, p in model.named_parameters()}  # tied weights once
         self.optimizer = adamw(self.names, weight_decay, betas)
@@ -106,8 +111,9 @@ class Engine:
                 self.compiled, device_ids=ids, gradient_as_bucket_view=True
             )
         self.micro_steps = 0  # of the step under way
-        # of the step under way: loss, targets, tokens, ranks that wish to stop
-        self.sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        # of the step under way: nats, sum of Z, targets, tokens, ranks that wish to stop
+        self.sums = torch.zeros(5, dtype=torch.float64, device=self.device)
+        self.z_max = self.sums.new_full((), -math.inf)
         self.reduced = False  # whether sums are those of all ranks
 
     def warm_up(self, batch_size: int, seq_len: int) -> None:
@@ -120,8 +126,8 @@ class Engine:
         ids = torch.zeros(batch_size, seq_len, dtype=torch.int64, device=self.device)
         for _ in range(2 if self.world_size > 1 else 1):  # DDP reorders in the second forward
             with self._autocast():
-                loss = self.replica(ids, ids)
-            loss.backward()
+                loss = self.replica(ids, ids, self.z_loss)
+            loss.total.backward()
             self.optimizer.zero_grad(set_to_none=True)
 
     def micro_step(self, batch: Batch) -> None:
@@ -135,10 +141,12 @@ class Engine:
         local = self.world_size > 1 and not last
         with self.replica.no_sync() if local else contextlib.nullcontext():
             with self._autocast():
-                loss = self.replica(batch["input_ids"], targets)
-            loss.backward()
+                loss = self.replica(batch["input_ids"], targets, self.z_loss)
+            loss.total.backward()
         tokens, scored = batch["mask"].sum(), (targets != IGNORE).sum()
-        self.sums[:3] += torch.stack([loss.detach().double(), scored.double(), tokens.double()])
+        counts = (loss.nats, loss.z_sum, scored, tokens)
+        self.sums[:4] += torch.stack([count.double() for count in counts])
+        self.z_max = torch.maximum(self.z_max, loss.z_max.double())
         self.micro_steps += 1
 
     def update(self, lr: float, stop: bool = False) -> dict[str, torch.Tensor]:
@@ -146,18 +154,19 @@ class Engine:
 
         Returns float64 scalars on the device, equal on all ranks: ``loss`` (nats per target over
         the global batch), ``grad_norm`` (before clipping), ``targets``, ``tokens``, ``skipped``: 1
-        when loss or gradient was not finite, which leaves parameters and optimizer unchanged, and
-        ``stop``: how many ranks gave ``stop``.
+        when loss or gradient was not finite, which leaves parameters and optimizer unchanged,
+        ``stop``: how many ranks gave ``stop``, ``z_mean``: the mean log-sum-exp of the logits, and
+        ``z_max``: the largest on this rank.
         """
         if stop:
-            self.sums[3] += 1
-        loss, targets, tokens, stops = self._reduced_sums()
+            self.sums[4] += 1
+        nats, z_sum, targets, tokens, stops = self._reduced_sums()
         gradients = [p.grad for p in self.names]
         # DDP averaged the ranks' sums: world_size / targets turns that into the mean over targets.
         to_mean = self.world_size / targets
         norm = torch.nn.utils.get_total_norm(gradients).double() * to_mean
         clip = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0) if self.grad_clip else 1.0
-        skipped = ~(torch.isfinite(norm) & torch.isfinite(loss))
+        skipped = ~(torch.isfinite(norm) & torch.isfinite(nats))
         # The fused optimizer divides by grad_scale, and does nothing where found_inf is 1: scaling
         # costs no pass over the gradients and skipping no wait for the device.
         self.optimizer.grad_scale = (1 / (to_mean * clip)).float()
@@ -165,20 +174,23 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        self._start_step()
-        return {
-            "loss": loss / targets,
+        stats = {
+            "loss": nats / targets,
             "grad_norm": norm,
             "targets": targets,
             "tokens": tokens,
             "skipped": skipped.double(),
             "stop": stops,
+            "z_mean": z_sum / targets,
+            "z_max": self.z_max,
         }
+        self._start_step()
+        return stats
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Gradient of the step's mean loss by parameter name, before clipping: between the last
         micro_step and update. A collective call under DDP."""
-        targets = self._reduced_sums()[1]
+        targets = self._reduced_sums()[2]
         scale = self.world_size / targets
         return {name: p.grad * scale.to(p.grad.dtype) for p, name in self.names.items()}
 
@@ -198,7 +210,7 @@ class Engine:
             for batch in map(self.to_device, batches):
                 targets = targets_of(batch)
                 with self._autocast():
-                    loss = self.compiled(batch["input_ids"], targets).double()
+                    loss = self.compiled(batch["input_ids"], targets).nats.double()
                 scored = targets[targets != IGNORE]
                 length = (
                     token_bytes[scored].sum() if token_bytes is not None else scored.new_zeros(())
@@ -260,6 +272,7 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
         self.micro_steps, self.reduced = 0, False
         self.sums = torch.zeros_like(self.sums)
+        self.z_max = torch.full_like(self.z_max, -math.inf)
 
 
 def adamw(

@@ -83,9 +83,8 @@ class Start:
             init = f"weights        those of {args.init_from}"
             return [fresh] * bool(args.resume) + [init] * bool(args.init_from)
         was, now = self.record["flags"], vars(args)
-        changed = [
-            f"--{k.replace('_', '-')} {was[k]:g} -> {now[k]:g}" for k in TUNED if was[k] != now[k]
-        ]
+        changed = [k for k in TUNED if was.get(k, now[k]) != now[k]]
+        changed = [f"--{k.replace('_', '-')} {was[k]:g} -> {now[k]:g}" for k in changed]
         lines = [f"resumed        {path} at step {self.step:,}", *notes]
         return lines + [f"changed        {', '.join(changed)}"] * bool(changed)
 
@@ -230,6 +229,7 @@ def build_engine(
             accumulation=plan.accumulation,
             weight_decay=args.weight_decay,
             grad_clip=args.grad_clip,
+            z_loss=args.z_loss,
             autocast=torch.bfloat16 if device.type == "cuda" else None,
             compile_mode=args.compile_mode if args.compile else None,
         )

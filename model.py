@@ -12,8 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from flags import at_least_two
-
-IGNORE = -100  # a position without a target; F.cross_entropy's default ignore_index
+from loss import Loss, linear_cross_entropy
 
 # (layers, heads, channels); parameters at a 50,257-token vocabulary but for tiny, at 257
 PRESETS = {
@@ -113,24 +112,21 @@ class GPT(nn.Module):
                 std = 0.02 / math.sqrt(2 * self.config.n_layer) if residual else 0.02
                 p.normal_(0.0, std, generator=generator)
 
-    def forward(self, input_ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits of ``input_ids`` int64 (B, T), or the loss if ``targets`` int64 (B, T) is given.
-
-        Returns float (B, T, V) logits of the real vocabulary, or the scalar *sum* of the
-        cross-entropy in nats over all targets that are not IGNORE, in float32 or better.
+    def forward(
+        self, input_ids: torch.Tensor, targets: torch.Tensor | None = None, z_loss: float = 0.0
+    ) -> torch.Tensor | Loss:
+        """Logits of ``input_ids`` int64 (B, T), or the loss if ``targets`` int64 (B, T) is given:
+        float (B, T, V) of the real vocabulary, or sums over all targets that are not IGNORE.
         """
         B, T = input_ids.shape
         x = self.wte(input_ids) + self.wpe(torch.arange(T, device=input_ids.device))  # (B, T, C)
         for block in self.h:
             x = block(x)
-        logits = F.linear(self.ln_f(x), self.wte.weight)  # (B, T, padded V)
+        x, words = self.ln_f(x), self.config.vocab_size
         if targets is None:
-            return logits[..., : self.config.vocab_size]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logits[..., self.config.vocab_size :] = -torch.inf  # padding rows are no words
-        return F.cross_entropy(
-            logits.view(B * T, -1), targets.view(-1), ignore_index=IGNORE, reduction="sum"
-        )
+            return F.linear(x, self.wte.weight)[..., :words]
+        x = x.view(B * T, -1)
+        return linear_cross_entropy(x, self.wte.weight, targets.view(-1), words, z_loss)
 
     def flops_per_token(self) -> int:
         """Training FLOPs per token, forward and backward: 6 N + 12 L C T.

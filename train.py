@@ -108,8 +108,9 @@ def train(
             last = stopped or step == plan.steps
 
             if last or due(step, args.log_every):
-                numbers = torch.stack([*totals, stats["loss"], stats["grad_norm"]])
-                tokens, skipped, _, loss, grad_norm = numbers.tolist()  # waits for the device
+                shown = [stats[k] for k in ("loss", "grad_norm", "z_mean", "z_max")]
+                numbers = torch.stack([*totals, *shown]).tolist()  # waits for the device
+                tokens, skipped, _, loss, grad_norm, z_mean, z_max = numbers
                 values = {
                     "step": step,
                     "epoch": stream.epoch,
@@ -117,6 +118,8 @@ def train(
                     "loss": loss,
                     "lr": lr,
                     "grad_norm": grad_norm,
+                    "z_mean": z_mean,
+                    "z_max": world.maximum([z_max])[0],
                     **meter.values(tokens, world),
                     "queued_bytes": stream.queued_bytes(),
                     "skipped": int(skipped),

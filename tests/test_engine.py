@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from engine import Engine, learning_rate, targets_of
-from model import GPT, IGNORE, GPTConfig
+from loss import IGNORE
+from model import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab_size=97, seq_len=16, n_layer=2, n_head=2, n_embd=32)
 
@@ -73,7 +74,7 @@ def test_update_is_torchs_adamw_on_clipped_mean_gradients():
         for group in optimizer.param_groups:
             group["lr"] = lr
         targets = targets_of(batch)
-        loss = reference(batch["input_ids"], targets) / (targets != IGNORE).sum()
+        loss = reference(batch["input_ids"], targets).total / (targets != IGNORE).sum()
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
@@ -223,3 +224,19 @@ def test_warming_up_changes_nothing():
         engine.update(1e-3)
     for name, tensor in cold.tensors().items():
         assert torch.equal(tensor, warm.tensors()[name]), name
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+def test_z_loss_is_trained_on_and_the_log_sum_exp_reported_beside_the_plain_loss(z_loss):
+    engine, reference, batch = Engine(double_model(), z_loss=z_loss), double_model(), ragged_batch()
+    engine.micro_step(batch)
+    targets = targets_of(batch)
+    logits = reference(batch["input_ids"])
+    z = logits.logsumexp(-1)[targets != IGNORE]
+    nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+    (nats + z_loss * z.square().mean()).backward()
+    gradients, stats = engine.gradients(), engine.update(1e-3)
+    for name, p in reference.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad, rtol=1e-9, atol=1e-14)
+    for name, expected in (("loss", nats), ("z_mean", z.mean()), ("z_max", z.max())):
+        torch.testing.assert_close(stats[name], expected.detach(), rtol=1e-12, atol=0)

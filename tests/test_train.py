@@ -37,7 +37,7 @@ SMALL = ("--pack", "--seq-len", "64", "--batch-size", "4", "--eval-batches", "2"
 KEYS = {
     *("step", "epoch", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "mfu"),
     *("data_wait_share", "data_wait_ms_p50", "data_wait_ms_p95", "data_wait_ms_p99"),
-    *("queued_bytes", "skipped", "memory_bytes"),
+    *("queued_bytes", "skipped", "memory_bytes", "z_mean", "z_max"),
 }
 
 
