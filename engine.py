@@ -35,6 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--warmup-steps", type=not_negative, default=200, help="linear warm-up, steps"
     )
     group.add_argument(
+        "--schedule",
+        choices=["cosine", "wsd", "constant"],
+        default="cosine",
+        help="of the LR after the warm-up; wsd: constant, then a decay",
+    )
+    group.add_argument(
+        "--decay-ratio", type=fraction, default=0.2, help="wsd: the decay's share of the schedule"
+    )
+    group.add_argument(
         "--lr-total-steps",
         type=not_negative,
         default=0,
@@ -54,16 +63,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--compile-mode", choices=modes, default="default")
 
 
-def learning_rate(step: int, peak: float, warmup: int, total: int, min_ratio: float) -> float:
-    """LR of step ``step`` (1, 2, ...): linear warm-up, then a cosine down to ``min_ratio * peak``.
+def learning_rate(
+    step: int,
+    peak: float,
+    warmup: int,
+    total: int,
+    min_ratio: float,
+    schedule: str = "cosine",
+    decay: int = 0,
+) -> float:
+    """LR of step ``step`` (1, 2, ...): linear warm-up, then down to ``min_ratio * peak``.
 
-    SGDR (Loshchilov & Hutter 2017) without restarts. The minimum is reached behind the last step,
-    ``total``, so that this one still learns, and kept from there on.
+    ``cosine``: SGDR (Loshchilov & Hutter 2017) without restarts. ``wsd``: at the peak up to the
+    last ``decay`` steps, over which it falls as 1 - sqrt (Haegele et al. 2024). ``constant``: at
+    the peak. The minimum is reached behind the last step, ``total``, so that this one still
+    learns, and kept from there on.
     """
     if step <= warmup:
         return peak * step / warmup
-    progress = min(1.0, (step - warmup) / (total + 1 - warmup))
-    return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+    if schedule == "constant":
+        return peak
+    begin = warmup if schedule == "cosine" else max(warmup, total - decay)
+    progress = min(1.0, max(0, step - begin) / (total + 1 - begin))
+    shape = 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1 - progress**0.5
+    return peak * (min_ratio + (1 - min_ratio) * shape)
 
 
 def targets_of(batch: Batch) -> torch.Tensor:

@@ -7,7 +7,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Set
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
@@ -62,6 +62,7 @@ TUNING = "rocm.docs.amd.com/en/latest/how-to/rocm-for-ai/inference-optimization/
 TRAINING = "rocm.docs.amd.com/en/latest/how-to/rocm-for-ai/training/train-a-model.html"
 RCCL_TIPS = "rocm.docs.amd.com/projects/rccl/en/latest/how-to/rccl-usage-tips.html"
 PRIMUS = "github.com/AMD-AGI/Primus: runner/helpers/envs/base_env.sh"
+BF16_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}  # x86 and Arm CPUs that multiply bf16
 PACKAGES = ("torch", "lancedb", "pylance", "pyarrow", "numpy", "transformers", "tokenizers")
 
 
@@ -70,6 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("hardware").add_argument
     devices = ("auto", "cuda", "cpu")
     add("--device", choices=devices, default="auto", help="cuda is also ROCm")
+    about = "of products; auto: bf16 where the device has it. Weights stay float32"
+    add("--dtype", choices=("auto", "fp32", "bf16"), default="auto", help=about)
     about = "time-out of a collective, seconds"
     add("--dist-timeout", type=float, default=600.0, metavar="SECONDS", help=about)
 
@@ -91,6 +94,26 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     if local_rank >= (count := torch.cuda.device_count()):
         raise SystemExit(f"local rank {local_rank}: {count} GPUs, use --nproc-per-node {count}")
     return torch.device("cuda", local_rank)
+
+
+def autocast_dtype(
+    name: str, device: torch.device, cpu_flags: Set[str] | None = None
+) -> tuple[torch.dtype | None, str]:
+    """The dtype of products under `--dtype name`, None for float32, and what to say of it.
+
+    `cpu_flags` are those of /proc/cpuinfo (None: this machine's). Float32 means float32: TF32 is
+    torch's to leave off, and is.
+    """
+    if device.type == "cuda":
+        has = "the GPU has it" if torch.cuda.is_bf16_supported(including_emulation=False) else ""
+    else:
+        found = re.search(r"^(?:flags|Features)\s*: (.+)$", _read(Path("/proc/cpuinfo")), re.M)
+        flags = cpu_flags if cpu_flags is not None else set(found.group(1).split() if found else ())
+        has = ", ".join(sorted(flags & BF16_FLAGS))
+    if name == "bf16" or (name == "auto" and has):
+        return torch.bfloat16, f"bf16 products, float32 weights ({has or '--dtype bf16'})"
+    reason = "--dtype fp32" if name == "fp32" else "no bf16 instructions"
+    return None, f"float32 products, TF32 off ({reason})"
 
 
 def peak_flops(name: str, *, multiprocessors: int | None = None) -> float | None:

@@ -148,7 +148,7 @@ class Plan:
     accumulation: int  # micro-batches per optimizer step
     blocks_per_epoch: int
     steps: int  # the last one
-    schedule: dict[str, float]  # arguments of engine.learning_rate
+    schedule: dict[str, float | str]  # arguments of engine.learning_rate
     eval_blocks: int
     config: model.GPTConfig
     must_match: dict[str, object]  # what a resumed run must agree with
@@ -201,21 +201,28 @@ def plan_run(
     return plan, stream
 
 
-def plan_schedule(args: argparse.Namespace, steps: int) -> tuple[dict[str, float], str]:
+def plan_schedule(args: argparse.Namespace, steps: int) -> tuple[dict[str, float | str], str]:
     """Arguments of engine.learning_rate, and the line about them."""
     horizon, warmup, asked = args.lr_total_steps or steps, args.warmup_steps, ""
     if warmup >= horizon:
         warmup, asked = horizon // 10, f" ({warmup:,} do not fit)"
-    least = args.min_lr_ratio * args.lr
+    decay = round(args.decay_ratio * horizon)
     schedule = {
         "peak": args.lr,
         "warmup": warmup,
         "total": horizon,
         "min_ratio": args.min_lr_ratio,
+        "schedule": args.schedule,
+        "decay": decay,
     }
+    least = f"{args.min_lr_ratio * args.lr:g} at step {horizon:,}"
+    then = {
+        "cosine": f"cosine to {least}",
+        "wsd": f"constant, in the last {decay:,} steps down to {least}",
+        "constant": "constant",
+    }[args.schedule]
     return schedule, (
-        f"schedule       LR {args.lr:g} after {warmup:,} steps of warm-up{asked}, "
-        f"cosine to {least:g} at step {horizon:,}"
+        f"schedule       LR {args.lr:g} after {warmup:,} steps of warm-up{asked}, {then}"
     )
 
 
@@ -230,7 +237,7 @@ def build_engine(
             weight_decay=args.weight_decay,
             grad_clip=args.grad_clip,
             z_loss=args.z_loss,
-            autocast=torch.bfloat16 if device.type == "cuda" else None,
+            autocast=hardware.autocast_dtype(args.dtype, device)[0],
             compile_mode=args.compile_mode if args.compile else None,
         )
     path, record, _, _ = start.checkpoint
@@ -272,7 +279,8 @@ def must_match(
         "--model": f"{args.model} {config.n_layer}x{config.n_embd}",
         "--seq-len": config.seq_len,
         "--tokenizer": f"{t.vocab_size} ids, EOS {t.eos_id}, fingerprint {t.fingerprint}",
-        "--lr-total-steps": schedule["total"],
+        "--schedule": schedule["schedule"],
+        "--lr-total-steps": 0 if schedule["schedule"] == "constant" else schedule["total"],
     }
 
 
@@ -283,8 +291,10 @@ def check_match(args: argparse.Namespace, start: Start, ours: dict[str, object])
     """
     theirs = dict(start.record.get("must_match", ours))
     if args.lr_total_steps:
-        theirs["--lr-total-steps"] = args.lr_total_steps
-    different = [f"{k} was {theirs.get(k)}, is {ours[k]}" for k in ours if theirs.get(k) != ours[k]]
+        theirs["--lr-total-steps"] = ours["--lr-total-steps"]
+    different = [
+        f"{k} was {theirs[k]}, is {ours[k]}" for k in ours if theirs.get(k, ours[k]) != ours[k]
+    ]
     if different:
         raise SystemExit(f"--resume {start.checkpoint.path}: another run: {'; '.join(different)}")
 

@@ -200,7 +200,8 @@ def start_log(
         *start.lines(args),
         f"ranks          {world.size} on {about['device_name'] or about['cpu']}",
         *data.lines,
-        f"model          {args.model}, {parameters:,} parameters",
+        f"model          {args.model}, {parameters:,} parameters, "
+        f"{hardware.autocast_dtype(args.dtype, trainer.device)[1]}",
         *plan.lines,
     )
     return log

@@ -47,6 +47,7 @@ class Chaos:
         self.work, self.checkpoints, self.rng, self.pace = work, checkpoints, rng, pace
         self.flags = [
             *("--db", str(work / "db"), "--pack", "--seq-len", "32", "--batch-size", "2"),
+            *("--dtype", "fp32"),
             *("--global-batch", "7", "--num-splits", "8", "--steps", str(STEPS)),
             *("--log-every", "1", "--hash-batches", "--eval-batches", "1", "--eval-every", "50"),
         ]

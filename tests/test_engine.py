@@ -240,3 +240,14 @@ def test_z_loss_is_trained_on_and_the_log_sum_exp_reported_beside_the_plain_loss
         torch.testing.assert_close(gradients[name], p.grad, rtol=1e-9, atol=1e-14)
     for name, expected in (("loss", nats), ("z_mean", z.mean()), ("z_max", z.max())):
         torch.testing.assert_close(stats[name], expected.detach(), rtol=1e-12, atol=0)
+
+
+def test_wsd_stays_at_the_peak_and_then_falls_as_one_minus_the_root():
+    options = {"peak": 2.0, "warmup": 3, "total": 20, "min_ratio": 0.1, "schedule": "wsd"}
+    rates = [learning_rate(s, **options, decay=5) for s in range(1, 25)]
+    assert rates[:3] == pytest.approx([2 / 3, 4 / 3, 2.0]) and rates[3:15] == [2.0] * 12
+    for k in range(1, 6):  # the last five steps: the minimum lies behind them
+        assert rates[14 + k] == pytest.approx(2.0 * (0.1 + 0.9 * (1 - math.sqrt(k / 6))))
+    assert rates[20:] == pytest.approx([0.2] * 4)
+    constant = [learning_rate(s, **options | {"schedule": "constant"}) for s in range(4, 25)]
+    assert constant == [2.0] * 21

@@ -249,3 +249,21 @@ def test_missing_package_and_missing_git_are_none(monkeypatch):
     about = hardware.describe_environment(torch.device("cpu"))
     assert about["no-such-package"] is None
     assert about["git_commit"] is None and about["git_dirty"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "expected", "reason"),
+    [
+        ("auto", {"avx2", "avx512_bf16"}, torch.bfloat16, "avx512_bf16"),
+        ("auto", {"amx_bf16", "avx512_bf16"}, torch.bfloat16, "amx_bf16, avx512_bf16"),
+        ("auto", {"asimd", "bf16"}, torch.bfloat16, "bf16"),
+        ("auto", {"avx2"}, None, "no bf16 instructions"),
+        ("bf16", {"avx2"}, torch.bfloat16, "--dtype bf16"),
+        ("fp32", {"amx_bf16"}, None, "--dtype fp32"),
+    ],
+)
+def test_products_are_bf16_where_the_cpu_has_it_and_the_reason_is_said(
+    name, flags, expected, reason
+):
+    dtype, line = hardware.autocast_dtype(name, torch.device("cpu"), flags)
+    assert dtype == expected and line.endswith(f"({reason})")

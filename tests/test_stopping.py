@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import ROOT, launcher, processes_of, run, started, torchrun, wait_for
 
-SMALL = ("--pack", "--seq-len", "64", "--batch-size", "4", "--eval-batches", "2")
+SMALL = ("--pack", "--seq-len", "64", "--batch-size", "4", "--eval-batches", "2", "--dtype", "fp32")
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ from tests.conftest import (
     wait_for,
 )
 
-SMALL = ("--pack", "--seq-len", "64", "--batch-size", "4", "--eval-batches", "2")
+SMALL = ("--pack", "--seq-len", "64", "--batch-size", "4", "--eval-batches", "2", "--dtype", "fp32")
 KEYS = {
     *("step", "epoch", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "mfu"),
     *("data_wait_share", "data_wait_ms_p50", "data_wait_ms_p95", "data_wait_ms_p99"),
