@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -28,7 +29,7 @@ from safetensors.torch import save_file
 
 from common import crc32
 from distributed import World, agreed
-from flags import not_negative
+from flags import not_empty, not_negative
 
 FORMAT = 1
 MANIFEST = "checkpoint.json"
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ckpt-every", type=not_negative, default=100, help="steps; 0: only the last"
     )
-    group.add_argument("--ckpt-dir", help=f"default: ./{DEFAULT_ROOT}/<run id>")
+    group.add_argument("--ckpt-dir", type=not_empty, help=f"default: ./{DEFAULT_ROOT}/<run id>")
     group.add_argument(
         "--ckpt-sync", action="store_true", help="train on only when a checkpoint is written"
     )
@@ -59,7 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="same",
         help="new: keep weights, optimizer and step; read today's table from its start",
     )
-    group.add_argument("--init-from", help="checkpoint whose weights a new run starts with")
+    group.add_argument(
+        "--init-from", type=not_empty, help="checkpoint whose weights a new run starts with"
+    )
 
 
 # -----------------------------------------------------------------------------
@@ -200,8 +203,12 @@ class Saver:
             self.lock.close()
 
     def table_versions(self) -> set[int]:
-        """Of the table, which the checkpoints that there are need."""
-        return {load_record(path)["table_version"] for path in complete(self.root)}
+        """Of the table, which the checkpoints that there are need; a damaged one needs none."""
+        versions = set()
+        for path in complete(self.root):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                versions.add(json.loads((path / MANIFEST).read_text())["table_version"])
+        return versions
 
     def _run(self, pending: Future, step: int, record: dict, total: int) -> None:
         began = time.perf_counter()
@@ -339,8 +346,15 @@ def load_record(path: Path) -> dict:
     """
     try:
         record = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"checkpoint {path}: no complete checkpoint: {error}") from None
+    except ValueError as error:
+        raise SystemExit(f"checkpoint {path}: {MANIFEST} is damaged: {error}") from None
+    except OSError:
+        inside = complete(path) if path.is_dir() else []
+        such = f", such as {inside[-1]}" if inside else ""
+        raise SystemExit(
+            f"checkpoint {path}: no complete checkpoint: --resume and --init-from take a directory "
+            f"step_<number>{such}, --resume auto the newest of --ckpt-dir"
+        ) from None
     if not isinstance(record, dict) or any(
         not isinstance(record.get(key), kind) for key, kind in REQUIRED.items()
     ):

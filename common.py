@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from flags import finite
+from flags import finite, not_empty
 from tokenizer import Tokenizer
 
 DEFAULT_DB = "./lance_pretrain_db"
@@ -41,6 +41,7 @@ def add_table_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGr
     group = parser.add_argument_group("table")
     group.add_argument(
         "--db",
+        type=not_empty,
         help=f"database directory or URI (default: $LANCE_PRETRAIN_DB, else {DEFAULT_DB})",
     )
     group.add_argument("--table", help=f"table name (default: {DEFAULT_TABLE})")
@@ -147,7 +148,10 @@ def open_pinned(
     try:
         return open_table(args, version), []
     except SystemExit as gone:
-        return table, [f"{gone}: trying version {table.version}"]
+        return table, [
+            f"{gone}: trying version {table.version}, of which ids and lengths are compared, "
+            "not the tokens"
+        ]
 
 
 class Pin:

@@ -21,6 +21,13 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see --help)\n")
 
 
+def not_empty(text: str) -> str:
+    """An argparse type: some text. An unset shell variable must not mean the default."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("empty: give a value, or leave the flag out")
+    return text
+
+
 def finite(text: str) -> float:
     """An argparse type: a number that is neither NaN nor infinite."""
     if not math.isfinite(float(text)):

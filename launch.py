@@ -71,10 +71,10 @@ class Start:
         """Tokens trained on, steps skipped, tokens in those."""
         return [self.record.get(key, 0) for key in ("tokens", "skipped", "skipped_tokens")]
 
-    def segments(self, args: argparse.Namespace) -> list[dict]:
-        """Ledgers of what was read before this stream began: --resume-data new begins another."""
+    def segments(self, new_data: bool) -> list[dict]:
+        """Ledgers of what was read before this stream began."""
         recorded = self.record.get("segments", [])
-        return recorded if args.resume_data == "new" else recorded[:-1]
+        return recorded if new_data else recorded[:-1]
 
     def lines(self, args: argparse.Namespace) -> list[str]:
         path, _, _, notes = self.checkpoint
@@ -86,6 +86,8 @@ class Start:
         changed = [k for k in TUNED if was.get(k, now[k]) != now[k]]
         changed = [f"--{k.replace('_', '-')} {was[k]:g} -> {now[k]:g}" for k in changed]
         lines = [f"resumed        {path} at step {self.step:,}", *notes]
+        if args.init_from:
+            lines.append("--init-from is not read: the run has a checkpoint")
         return lines + [f"changed        {', '.join(changed)}"] * bool(changed)
 
 
@@ -101,10 +103,13 @@ def find_start(args: argparse.Namespace, world: World) -> Start:
         if args.wandb:
             metrics.require_wandb()
     found = checkpoints.find(args.resume, args.ckpt_dir, world)
-    run_id = found.record.get("run_id", world.broadcast(secrets.token_hex(4)))
-    run_dir = Path(args.run_dir or found.record.get("run_dir") or Path("runs") / run_id)
-    beside = found.path.parent if found.path else checkpoints.DEFAULT_ROOT / run_id
-    return Start(run_id, found, run_dir, Path(args.ckpt_dir or beside))
+    run_id, run_dir = world.broadcast(secrets.token_hex(4)), None
+    ckpt_dir = Path(args.ckpt_dir or checkpoints.DEFAULT_ROOT / run_id)
+    if found.path:
+        ckpt_dir = Path(args.ckpt_dir or found.path.parent)
+        if ckpt_dir.resolve() == found.path.parent.resolve():  # else it is a branch, a new run
+            run_id, run_dir = found.record["run_id"], found.record["run_dir"]
+    return Start(run_id, found, Path(args.run_dir or run_dir or Path("runs") / run_id), ckpt_dir)
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,7 @@ class Plan:
     """The numbers of the run that follow from flags, data and world."""
 
     global_batch: int  # blocks per optimizer step
+    first_global_batch: int  # at the run's first start: --eval-batches counts these
     accumulation: int  # micro-batches per optimizer step
     blocks_per_epoch: int
     steps: int  # the last one
@@ -152,6 +158,7 @@ class Plan:
     eval_blocks: int
     config: model.GPTConfig
     must_match: dict[str, object]  # what a resumed run must agree with
+    new_data: bool  # whether the stream begins anew after a checkpoint
     lines: list[str]  # what the start prints of it
 
 
@@ -182,9 +189,14 @@ def plan_run(
         config = model.GPTConfig.preset(args.model, data.tokenizer.vocab_size, args.seq_len)
         matched = must_match(args, data, config, schedule)
         check_match(args, start, matched)
-        if start.checkpoint.path and args.resume_data == "same":
-            stream.load_state_dict(start.record["stream"])
-    notes = [about_schedule, stream.line]
+        notes = [about_schedule, stream.line]
+        state = start.record.get("stream")
+        new_data = state is not None and args.resume_data == "new"
+        if new_data and state.get("fingerprint", 0) == getattr(stream, "fingerprint", None):
+            new_data = False  # an unattended restart gives the flag again
+            notes.append("--resume-data new: these are the checkpoint's data, going on in them")
+        if state is not None and not new_data:
+            stream.load_state_dict(state)
     if args.steps and args.epochs != 1:
         notes.append(f"--epochs {args.epochs} is ignored: --steps {args.steps} decides")
     fill = size / (accumulation * at_once)
@@ -196,16 +208,27 @@ def plan_run(
         f"this run       {steps:,} steps = {steps * size / blocks:.2f} epochs",
         *notes,
     ]
-    eval_blocks = start.record.get("eval_blocks", args.eval_batches * size)
-    plan = Plan(size, accumulation, blocks, steps, schedule, eval_blocks, config, matched, lines)
-    return plan, stream
+    first_size = start.record.get("first_global_batch", size)
+    return Plan(
+        global_batch=size,
+        first_global_batch=first_size,
+        accumulation=accumulation,
+        blocks_per_epoch=blocks,
+        steps=steps,
+        schedule=schedule,
+        eval_blocks=args.eval_batches * first_size,
+        config=config,
+        must_match=matched,
+        new_data=new_data,
+        lines=lines,
+    ), stream
 
 
 def plan_schedule(args: argparse.Namespace, steps: int) -> tuple[dict[str, float | str], str]:
     """Arguments of engine.learning_rate, and the line about them."""
     horizon, warmup, asked = args.lr_total_steps or steps, args.warmup_steps, ""
     if warmup >= horizon:
-        warmup, asked = horizon // 10, f" ({warmup:,} do not fit)"
+        warmup, asked = horizon // 10, f" (--warmup-steps {warmup:,} do not fit)"
     decay = round(args.decay_ratio * horizon)
     schedule = {
         "peak": args.lr,
@@ -247,7 +270,7 @@ def build_engine(
         path = Path(args.init_from)
         record = checkpoints.check(path, world)
         with agreed(world):
-            for flag in ("--model", "--tokenizer"):
+            for flag in ("--model", "--seq-len", "--tokenizer"):
                 was, ours = record["must_match"][flag], plan.must_match[flag]
                 if was != ours:
                     raise SystemExit(f"--init-from {path}: {flag} was {was}, is {ours}")
@@ -289,14 +312,20 @@ def check_match(args: argparse.Namespace, start: Start, ours: dict[str, object])
 
     A schedule that was given by its flag is changed on purpose.
     """
-    theirs = dict(start.record.get("must_match", ours))
+    theirs = ours | start.record.get("must_match", {})
     if args.lr_total_steps:
         theirs["--lr-total-steps"] = ours["--lr-total-steps"]
     different = [
         f"{k} was {theirs[k]}, is {ours[k]}" for k in ours if theirs.get(k, ours[k]) != ours[k]
     ]
     if different:
-        raise SystemExit(f"--resume {start.checkpoint.path}: another run: {'; '.join(different)}")
+        mend = ""
+        if ours["--lr-total-steps"] != theirs["--lr-total-steps"]:
+            was, now = theirs["--lr-total-steps"], ours["--lr-total-steps"]
+            mend = f" (--lr-total-steps {was} keeps the schedule of the LR, {now} changes it)"
+        raise SystemExit(
+            f"--resume {start.checkpoint.path}: another run: {'; '.join(different)}{mend}"
+        )
 
 
 @dataclass(frozen=True)
@@ -310,7 +339,7 @@ class Validation:
         where = common.validation_filter(args)
         if self.tokens == 0:
             return f"validation     none: no tokenized row where {where} (see --val-filter)"
-        return f"validation     {self.tokens:,} tokens where {where}, the first --eval-batches"
+        return f"validation     {self.tokens:,} tokens where {where} (see --eval-batches)"
 
 
 def read_validation(args: argparse.Namespace, data: Data, plan: Plan, world: World) -> Validation:

@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -16,12 +17,12 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from distributed import World
-from flags import not_negative, positive
+from flags import not_empty, not_negative, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("logging")
-    group.add_argument("--run-dir", help="logs go here (default: ./runs/<run id>)")
+    group.add_argument("--run-dir", type=not_empty, help="logs go here (default: ./runs/<run id>)")
     group.add_argument("--log-every", type=positive, default=10, help="steps")
     group.add_argument(
         "--eval-every", type=not_negative, default=0, help="steps (0: only at the end)"
@@ -130,13 +131,22 @@ class RunLog:
     """The run directory's log files, written by the main rank only.
 
     ``metrics.jsonl`` is cut back to records up to ``resume_step`` before anything is appended, so
-    that each step is in it once. As a context, says in state.json when it is left by an error.
+    that each step is in it once. Training goes on without a console that is gone; ``error`` is set
+    when the directory cannot be written any more. As a context, says in state.json when it is left
+    by an error.
     """
 
     def __init__(
-        self, run_dir: Path, is_main: bool = True, resume_step: int = 0, wandb: str | None = None
+        self,
+        run_dir: Path,
+        ckpt_dir: Path,
+        is_main: bool = True,
+        resume_step: int = 0,
+        wandb: str | None = None,
     ) -> None:
-        self.is_main, self.step = is_main, resume_step
+        self.is_main, self.step, self.console = is_main, resume_step, True
+        self.error: OSError | None = None
+        self.about = {"checkpoints": str(ckpt_dir.resolve())}
         if not is_main:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -159,8 +169,13 @@ class RunLog:
         if not self.is_main:
             return
         for line in lines:
-            print(line, flush=True)
-            print(line, file=self.text, flush=True)
+            if self.console:
+                try:
+                    print(line, flush=True)
+                except OSError:  # such as `| head`
+                    self.console, sys.stdout = False, open(os.devnull, "w")
+            with self._noted():
+                print(line, file=self.text, flush=True)
 
     def record(self, values: dict) -> None:
         """Append one record to metrics.jsonl and the other sinks; ``values`` names its ``step``.
@@ -171,31 +186,55 @@ class RunLog:
             return
         self.step = values["step"]
         finite = {k: None if _not_finite(v) else v for k, v in values.items()}
-        print(json.dumps(finite), file=self.metrics, flush=True)
-        for name, value in values.items():
-            if name != "step" and isinstance(value, int | float):
-                self.board.add_scalar(name, value, self.step)
+        with self._noted():
+            print(json.dumps(finite), file=self.metrics, flush=True)
+            for name, value in values.items():
+                if name != "step" and isinstance(value, int | float):
+                    self.board.add_scalar(name, value, self.step)
         if self.wandb:
             self.wandb.log(values, step=self.step)
 
     def write_json(self, name: str, content: dict) -> None:
         """Write a file of the run directory, whole or not at all."""
-        if self.is_main:
-            partial = self.run_dir / f"{name}.partial"
-            partial.write_text(json.dumps(content, indent=1, default=str) + "\n")
-            partial.rename(self.run_dir / name)
+        if not self.is_main:
+            return
+        partial = self.run_dir / f"{name}.partial"
+        with self._noted():
+            try:
+                partial.write_text(json.dumps(content, indent=1, default=str) + "\n")
+                partial.rename(self.run_dir / name)
+            finally:
+                partial.unlink(missing_ok=True)
 
     def state(self, state: str, step: int, **more: str) -> None:
         """Say in state.json how the run is: running (or killed), stopped, finished or failed."""
-        self.write_json("state.json", {"state": state, "step": step, **more})
+        self.write_json("state.json", {"state": state, "step": step, **self.about, **more})
 
     def close(self) -> None:
         if self.is_main:
-            self.metrics.close()
-            self.text.close()
-            self.board.close()
+            for file in (self.metrics, self.text, self.board):
+                with self._noted():
+                    file.close()
             if self.wandb:
                 self.wandb.finish()
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """An error of the disk is kept for the loop to see, which saves before it stops."""
+        try:
+            yield
+        except OSError as error:
+            self.error = self.error or error
+
+
+def checkpoints_of(run_dir: Path) -> str | None:
+    """The checkpoint directory of the run that logged there, None where none did."""
+    if not (run_dir / "metrics.jsonl").exists():
+        return None
+    try:
+        return json.loads((run_dir / "state.json").read_text())["checkpoints"]
+    except (OSError, ValueError, KeyError):
+        return "unknown"
 
 
 def cut_back(path: Path, step: int) -> Path:

@@ -35,7 +35,7 @@ class Stopping:
     """
 
     def __init__(
-        self, minutes: float, began: float, device: torch.device, failed: Callable[[], bool]
+        self, minutes: float, began: float, device: torch.device, failed: Callable[[], object]
     ) -> None:
         self.deadline = began + 60 * minutes if minutes else float("inf")
         self.failed, self.device = failed, device
@@ -47,7 +47,7 @@ class Stopping:
         self.copied: torch.cuda.Event | None = None
 
     def wanted(self) -> bool:
-        return self.signal is not None or time.monotonic() > self.deadline or self.failed()
+        return self.signal is not None or time.monotonic() > self.deadline or bool(self.failed())
 
     def agreed(self, votes: torch.Tensor) -> bool:
         """Whether any rank wished to stop, from the votes of a step on the device: equal on all
@@ -66,7 +66,9 @@ class Stopping:
     def reason(self) -> str:
         if self.signal is not None:
             return self.signal.name
-        return "--time-limit" if time.monotonic() > self.deadline else "another rank's wish"
+        if time.monotonic() > self.deadline:
+            return "--time-limit"
+        return "an error" if self.failed() else "another rank's wish"
 
     def close(self) -> None:
         for number, handler in self.before.items():

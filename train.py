@@ -85,7 +85,9 @@ def train(
     # tokens in all, steps skipped, tokens in those
     totals = torch.tensor(start.totals, dtype=torch.float64, device=device)
     result, stopped, step = {}, False, start.step
-    stopping = Stopping(args.time_limit, began or time.monotonic(), device, saver.failed)
+    stopping = Stopping(
+        args.time_limit, began or time.monotonic(), device, lambda: saver.failed() or log.error
+    )
     with log, closing(stream), closing(saver), closing(stopping):
         if plan.steps > start.step and (world.size > 1 or args.compile):
             trainer.warm_up(args.batch_size, args.seq_len)  # compiling is not throughput
@@ -127,6 +129,7 @@ def train(
                 if args.hash_batches:
                     values["batch_hash"] = metrics.batch_hash(batches, plan.global_batch, world)
                 log.record(values)
+                log.state("running", step)
                 eta = meter.eta(step - start.step, plan.steps - step)
                 log.say(metrics.step_line(values, plan.steps, eta))
                 meter.restart(tokens)
@@ -147,16 +150,18 @@ def train(
             if stopped:
                 break
         if step > start.step:
-            segments = start.segments(args) + [stream.ledger()]
+            segments = start.segments(plan.new_data) + [stream.ledger()]
             log.say(*metrics.ledger_lines(segments, int(totals[2])))
+            log.state("stopped" if step < plan.steps else "finished", step)
         if step < plan.steps:
             log.say(
                 f"stopped at step {step:,} ({stopping.reason()}): to go on, "
                 f"--resume auto --ckpt-dir {start.ckpt_dir}"
             )
-        else:
+        elif step >= plan.schedule["total"]:
             data.pin.hold(set())  # nothing will be resumed
-        log.state("stopped" if step < plan.steps else "finished", step)
+        if log.error:
+            raise SystemExit(f"--run-dir {start.run_dir}: {log.error}")
     return result
 
 
@@ -183,15 +188,18 @@ def start_log(
 ) -> metrics.RunLog:
     """Open the run directory and say what will happen, with every derived number."""
     with agreed(world, f"--run-dir {start.run_dir}"):
-        if world.is_main and not args.resume and (start.run_dir / "metrics.jsonl").exists():
+        owner = metrics.checkpoints_of(start.run_dir) if world.is_main else None
+        if owner and (not args.resume or owner != str(start.ckpt_dir.resolve())):
             raise SystemExit(
-                f"--run-dir {start.run_dir} holds the log of another run: give another directory"
+                f"--run-dir {start.run_dir} holds the log of another run, whose checkpoints are in "
+                f"{owner}: give another directory"
             )
-        log = metrics.RunLog(start.run_dir, world.is_main, start.step, args.wandb)
+        log = metrics.RunLog(start.run_dir, start.ckpt_dir, world.is_main, start.step, args.wandb)
         about = hardware.describe_environment(trainer.device)
         log.write_json("environment.json", about)
         log.write_json("config.json", {"flags": vars(args), "derived": asdict(plan)})
-        log.state("running", start.step)
+        if start.step < plan.steps:
+            log.state("running", start.step)
     every = f"every {args.ckpt_every:,} steps and after" if args.ckpt_every else "after"
     parameters = sum(p.numel() for p in trainer.names)
     log.say(
@@ -222,12 +230,12 @@ def snapshot(
         "run_dir": str(start.run_dir),
         "table_version": data.table.version,
         "global_batch": plan.global_batch,
-        "eval_blocks": plan.eval_blocks,
+        "first_global_batch": plan.first_global_batch,
         "tokens": tokens,
         "skipped": skipped,
         "skipped_tokens": skipped_tokens,
         "stream": stream.state_dict(),
-        "segments": start.segments(args) + [stream.ledger()],
+        "segments": start.segments(plan.new_data) + [stream.ledger()],
         "model": asdict(plan.config),
         "tokenizer": data.tokenizer.spec,
         "must_match": plan.must_match,

@@ -16,7 +16,7 @@ import hardware
 import model
 import tokenizer
 from distributed import World
-from flags import Parser, positive
+from flags import Parser, magnitude, positive, seed
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -26,9 +26,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokenizer", help="where it is now (default: as in training)")
     parser.add_argument("--prompt", default="The ", help="text to continue")
     parser.add_argument("--tokens", type=positive, default=200, help="tokens to sample at most")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
+    parser.add_argument("--temperature", type=magnitude, default=0.8, help="0: the likeliest token")
     parser.add_argument("--top-k", type=positive, default=50, help="sample among the k likeliest")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
+    parser.add_argument("--seed", type=seed, default=0, help="of the sampling")
     parser.add_argument("--device", default="auto", help="auto, cuda (also ROCm) or cpu")
     args = parser.parse_args(argv)
 

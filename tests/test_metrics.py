@@ -51,7 +51,7 @@ def test_resume_cuts_metrics_back_to_the_checkpoint(tmp_path):
 
 
 def test_records_reach_the_file_and_tensorboard(tmp_path):
-    log = RunLog(tmp_path / "run")
+    log = RunLog(tmp_path / "run", tmp_path)
     log.record({"step": 1, "loss": 2.5, "mfu": None, "skipped": 0})
     log.record({"step": 2, "loss": math.nan})
     log.close()
@@ -66,7 +66,7 @@ def test_records_reach_the_file_and_tensorboard(tmp_path):
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    log = RunLog(tmp_path / "run", is_main=False)
+    log = RunLog(tmp_path / "run", tmp_path, is_main=False)
     log.say("hello")
     log.record({"step": 1})
     log.write_json("x.json", {})
