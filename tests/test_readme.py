@@ -62,6 +62,7 @@ def test_shell_blocks_are_valid_shell():
 def test_every_flag_exists():
     """Flags of our own programs, in code or prose, against what --help lists."""
     known = {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"}
+    known |= {"--max-restarts", "--shutdown-timeout", "--signal"}  # of torchrun and sbatch
     known |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--index-url"}
     for script in ["train.py", *(str(p.relative_to(ROOT)) for p in ROOT.glob("scripts/*.py"))]:
         text = (ROOT / script).read_text()
