@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -151,6 +152,7 @@ class RunLog:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
+        threading.excepthook = self._background_error  # TensorBoard writes in a thread
         self.metrics = open(cut_back(run_dir / "metrics.jsonl", resume_step), "a")
         self.text = open(run_dir / "train.log", "a")
         self.board = SummaryWriter(run_dir, purge_step=resume_step + 1)
@@ -215,8 +217,15 @@ class RunLog:
             for file in (self.metrics, self.text, self.board):
                 with self._noted():
                     file.close()
+            threading.excepthook = threading.__excepthook__
             if self.wandb:
                 self.wandb.finish()
+
+    def _background_error(self, args: threading.ExceptHookArgs) -> None:
+        if isinstance(args.exc_value, OSError):
+            self.error = self.error or args.exc_value
+        else:
+            threading.__excepthook__(args)
 
     @contextmanager
     def _noted(self) -> Iterator[None]:

@@ -64,11 +64,12 @@ class Stopping:
         return seen
 
     def reason(self) -> str:
+        """Why this rank wished to stop; empty where it did not."""
         if self.signal is not None:
             return self.signal.name
         if time.monotonic() > self.deadline:
             return "--time-limit"
-        return "an error" if self.failed() else "another rank's wish"
+        return "an error" if self.failed() else ""
 
     def close(self) -> None:
         for number, handler in self.before.items():

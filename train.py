@@ -153,12 +153,13 @@ def train(
             segments = start.segments(plan.new_data) + [stream.ledger()]
             log.say(*metrics.ledger_lines(segments, int(totals[2])))
             log.state("stopped" if step < plan.steps else "finished", step)
-        if step < plan.steps:
+        if stopped and step < plan.steps:
+            reasons = ", ".join(sorted(set(filter(None, world.gather(stopping.reason())))))
             log.say(
-                f"stopped at step {step:,} ({stopping.reason()}): to go on, "
+                f"stopped at step {step:,} ({reasons}): to go on, "
                 f"--resume auto --ckpt-dir {start.ckpt_dir}"
             )
-        elif step >= plan.schedule["total"]:
+        if step >= plan.schedule["total"]:
             data.pin.hold(set())  # nothing will be resumed
         if log.error:
             raise SystemExit(f"--run-dir {start.run_dir}: {log.error}")
