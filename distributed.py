@@ -61,11 +61,13 @@ class Board:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self.store, self.rank, self.size, self.rounds = store, rank, size, 0
+        self.store, self.rank, self.size, self.rounds, self.others = store, rank, size, 0, 0
 
     def apart(self) -> "Board":
         """Another one with its own connection: a wait on this one does not hold it up."""
-        return Board(dist.PrefixStore("apart", self.store.clone()), self.rank, self.size)
+        self.others += 1  # a name of its own: keys of the one before may still be there
+        store = dist.PrefixStore(f"apart{self.others}", self.store.clone())
+        return Board(store, self.rank, self.size)
 
     def gather(self, value: T) -> list[T]:
         keys = [f"{self.rounds}/{rank}" for rank in range(self.size)]
