@@ -178,12 +178,12 @@ class Saver:
         self.stood_still = time.perf_counter() - began
 
     def failed(self) -> bool:
-        return self.done() and self.pending.exception() is not None
+        return self._done() and self.pending.exception() is not None
 
     def written(self) -> bool:
-        return self.done() and self.pending.exception() is None
+        return self._done() and self.pending.exception() is None
 
-    def done(self) -> bool:
+    def _done(self) -> bool:
         return self.pending is not None and self.pending.done()
 
     def finish(self) -> list[str]:

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from distributed import World
 from flags import finite, not_empty
 from tokenizer import Tokenizer
 
@@ -358,8 +359,7 @@ def validation_batches(
     args: argparse.Namespace,
     eos_id: int,
     max_blocks: int,
-    rank: int = 0,
-    world_size: int = 1,
+    world: World,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """This rank's share of the first ``max_blocks`` validation blocks, as the loaders' batches.
 
@@ -376,9 +376,9 @@ def validation_batches(
     row_ids = rows["_rowid"].to_numpy()
     B, T = args.batch_size, args.seq_len
     n_blocks = min(max_blocks, -(-int(starts[-1]) // T))
-    last = (rank + 1) * n_blocks // world_size
-    for first in range(rank * n_blocks // world_size, last, B):
-        begin, end = first * T, min(min(first + B, last) * T, int(starts[-1]))
+    share = world.share(n_blocks)
+    for first in share[::B]:
+        begin, end = first * T, min(min(first + B, share.stop) * T, int(starts[-1]))
         lo = int(np.searchsorted(starts, begin, side="right")) - 1
         hi = int(np.searchsorted(starts, end, side="left"))
         lists = take_tokens(table, args.tokens_column, row_ids[lo:hi])
@@ -419,9 +419,6 @@ def take_tokens(table: lancedb.table.Table, column: str, row_ids: np.ndarray) ->
 def eos_joined(lists: pa.ListArray, eos_id: int) -> tuple[np.ndarray, np.ndarray]:
     """Join documents with one EOS after each. Returns (tokens, document index), int64 (N,)."""
     lengths = np.asarray(lists.value_lengths()).astype(np.int64)
-    ends = np.cumsum(lengths + 1)
-    tokens = np.full(int(ends[-1]), eos_id, np.int64)
-    is_token = np.ones(len(tokens), bool)
-    is_token[ends - 1] = False
-    tokens[is_token] = lists.flatten().to_numpy(zero_copy_only=False)
+    values = lists.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
+    tokens = np.insert(values, np.cumsum(lengths), eos_id)
     return tokens, np.repeat(np.arange(len(lengths)), lengths + 1)

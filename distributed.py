@@ -35,6 +35,10 @@ class World:
         """Whether this rank prints and writes what is written once."""
         return self.rank == 0
 
+    def share(self, total: int) -> range:
+        """This rank's of ``total`` things in a row: all are dealt, as evenly as possible."""
+        return range(self.rank * total // self.size, (self.rank + 1) * total // self.size)
+
     def gather(self, value: T) -> list[T]:
         """Every rank's ``value``, in rank order, on all ranks. All ranks call it, in one order."""
         return [value] if self.board is None else self.board.gather(value)

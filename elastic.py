@@ -68,13 +68,6 @@ class Lanes:
         return lane * q + np.minimum(lane, r) + index
 
 
-def rank_slots(global_batch: int, batch_size: int, world: World) -> tuple[range, int]:
-    """Positions of the global batch that a rank takes, and the number of its micro-batches."""
-    first = world.rank * global_batch // world.size
-    last = (world.rank + 1) * global_batch // world.size
-    return range(first, last), -(-global_batch // (batch_size * world.size))
-
-
 # -----------------------------------------------------------------------------
 # the stream
 
@@ -105,7 +98,8 @@ class ElasticStream:
     ) -> None:
         dataset = table.to_lance()
         self.args, self.global_batch, self.consumed = args, global_batch, 0
-        self.slots, self.micro_batches = rank_slots(global_batch, args.batch_size, world)
+        self.slots = world.share(global_batch)  # positions in the global batch
+        self.micro_batches = -(-global_batch // (args.batch_size * world.size))
         rows = self.micro_batches * args.batch_size
         full = torch.arange(rows) < len(self.slots)  # packed blocks have no padding
         full = full[:, None].expand(rows, args.seq_len).contiguous()

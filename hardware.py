@@ -107,9 +107,10 @@ def autocast_dtype(
     if device.type == "cuda":
         has = "the GPU has it" if torch.cuda.is_bf16_supported(including_emulation=False) else ""
     else:
-        found = re.search(r"^(?:flags|Features)\s*: (.+)$", _read(Path("/proc/cpuinfo")), re.M)
-        flags = cpu_flags if cpu_flags is not None else set(found.group(1).split() if found else ())
-        has = ", ".join(sorted(flags & BF16_FLAGS))
+        if cpu_flags is None:
+            found = re.search(r"^(?:flags|Features)\s*: (.+)$", _read(Path("/proc/cpuinfo")), re.M)
+            cpu_flags = set(found.group(1).split()) if found else set()
+        has = ", ".join(sorted(cpu_flags & BF16_FLAGS))
     if name == "bf16" or (name == "auto" and has):
         return torch.bfloat16, f"bf16 products, float32 weights ({has or '--dtype bf16'})"
     reason = "--dtype fp32" if name == "fp32" else "no bf16 instructions"

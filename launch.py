@@ -345,7 +345,7 @@ class Validation:
 def read_validation(args: argparse.Namespace, data: Data, plan: Plan, world: World) -> Validation:
     with agreed(world):
         batches = common.validation_batches(
-            data.table, args, data.tokenizer.eos_id, plan.eval_blocks, world.rank, world.size
+            data.table, args, data.tokenizer.eos_id, plan.eval_blocks, world
         )
         mine = list(batches)
         for batch in mine:

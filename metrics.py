@@ -98,7 +98,7 @@ def batch_hash(batches: list[dict[str, torch.Tensor]], global_batch: int, world:
 
     The sum mod 2^64 of the blocks' SHA-256, each hashed with its position. A collective call.
     """
-    position, total = world.rank * global_batch // world.size, 0
+    position, total = world.share(global_batch).start, 0
     for batch in batches:
         for ids, mask in zip(batch["input_ids"], batch["mask"], strict=True):
             if mask.any():

@@ -78,13 +78,13 @@ class Reader:
         # a run's documents are rows lo to hi of the order, tokens before to ends[hi - 1]
         lo = np.searchsorted(ends, begins, side="right")
         hi = np.searchsorted(ends, stops, side="left") + 1
-        before = np.where(lo > 0, ends[lo - 1], 0)
+        before = _before(ends, lo)
         sizes = ends[hi - 1] - before
         out = np.cumsum(stops - begins)  # where in ids each run ends
         parts = np.flatnonzero(np.diff(np.cumsum(sizes) // PART)) + 1
         for runs in np.split(np.arange(len(lo)), parts):
             rows = np.concatenate([np.arange(lo[j], hi[j]) for j in runs])
-            lengths = ends[rows] - np.where(rows > 0, ends[rows - 1], 0) - 1
+            lengths = ends[rows] - _before(ends, rows) - 1
             stream = self._joined(epoch["offset"][rows], lengths)
             # where each run begins in what was read, which starts with a whole document
             cuts = np.cumsum(sizes[runs]) - sizes[runs] + begins[runs] - before[runs]
@@ -108,7 +108,7 @@ class Reader:
         """Row mode: documents ``rows`` (n,) of the order with EOS, each cut or padded to T."""
         T, ends = self.seq_len, epoch["end"]
         ids, mask = np.empty((len(rows), T), self.dtype), np.empty((len(rows), T), bool)
-        lengths = ends[rows] - np.where(rows > 0, ends[rows - 1], 0)  # with EOS
+        lengths = ends[rows] - _before(ends, rows)  # with EOS
         parts = np.flatnonzero(np.diff(np.cumsum(lengths) // PART)) + 1
         for part in np.split(np.arange(len(rows)), parts):
             stream = self._joined(epoch["offset"][rows[part]], lengths[part] - 1)
@@ -148,6 +148,11 @@ class Reader:
 
     def _id(self, offset: int) -> int:
         return self.dataset.take([int(offset)], columns=[self.id_column]).column(0)[0].as_py()
+
+
+def _before(ends: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Tokens of the epoch's stream before each of these documents."""
+    return np.where(rows > 0, ends[rows - 1], 0)
 
 
 def ring_permitted() -> bool:

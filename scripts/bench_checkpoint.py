@@ -85,8 +85,6 @@ def resume_seconds(work: Path, repeat: int) -> float:
     began = time.time()
     command = [sys.executable, script, *flags, *steps, "--log-every", "1"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    board = (work / "run" / "train.log").read_text()
-    assert f"step {repeat + 1}/{repeat + 1}" in board
     return first_step_time(work) - began
 
 

@@ -69,7 +69,8 @@ def numels(path: Path, record: dict) -> dict[str, int]:
     found = {}
     for shard in record["files"]:
         with safe_open(path / shard, "np") as file:
-            found |= {k: math.prod(file.get_slice(k).get_shape()) for k in file.keys()}  # noqa: SIM118
+            names = file.keys()
+            found |= {name: math.prod(file.get_slice(name).get_shape()) for name in names}
     return found
 
 

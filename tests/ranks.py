@@ -134,9 +134,7 @@ def validation(world: World, corpus: Path) -> dict:
         ["--db", str(corpus), "--val-filter", "id % 3 = 0", "--seq-len", "16", "--batch-size", "3"]
     )
     model = GPT(GPTConfig(257, 16, 2, 2, 32), seed=3)
-    batches = common.validation_batches(
-        common.open_table(args), args, 256, 1_000_000, world.rank, world.size
-    )
+    batches = common.validation_batches(common.open_table(args), args, 256, 1_000_000, world)
     return Engine(model).validate(batches, torch.tensor([1] * 256 + [0]))
 
 

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 
 import common
+from distributed import World
 from flags import Parser
 from scripts import tokenize_corpus
 from tests.conftest import documents, make_table
@@ -144,7 +145,9 @@ def test_validation_is_one_eos_joined_stream_in_id_order(tmp_path, world_size):
     for max_blocks in (7, 10_000):
         got, docs = [], []
         for rank in range(world_size):
-            for b in common.validation_batches(opened, args, 256, max_blocks, rank, world_size):
+            for b in common.validation_batches(
+                opened, args, 256, max_blocks, World(rank, world_size)
+            ):
                 assert b["input_ids"].shape == b["mask"].shape == (4, 32)
                 real = b["mask"].any(1)
                 got += b["input_ids"][b["mask"]].tolist()
@@ -158,4 +161,4 @@ def test_validation_is_one_eos_joined_stream_in_id_order(tmp_path, world_size):
 
 def test_no_validation_rows_is_no_batches(corpus):
     args = flags(corpus, "--val-filter", "id < 0")
-    assert list(common.validation_batches(common.open_table(args), args, 256, 10)) == []
+    assert list(common.validation_batches(common.open_table(args), args, 256, 10, World())) == []
