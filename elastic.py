@@ -82,8 +82,8 @@ class Window(NamedTuple):
 class ElasticStream:
     """The loader: see blocks_loaders.py for the interface.
 
-    One background thread reads ahead, ``--prefetch-mb`` of batches at most; the next epoch's order
-    is built by another, which ends with its work.
+    One background thread packs ahead, ``--prefetch-mb`` of blocks at most, and has another wait for
+    Lance; the next epoch's order is built by a third.
     """
 
     def __init__(
@@ -220,6 +220,7 @@ class ElasticStream:
     def close(self) -> None:
         for threads in self.threads:
             threads.shutdown(wait=True, cancel_futures=True)
+        self.reader.close()
 
     def _cached(self, key: str, build: Callable[[Path], dict]) -> Arrays:
         began = time.perf_counter()

@@ -7,11 +7,14 @@ import argparse
 import ctypes
 import os
 import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import lance
 import numpy as np
+import pyarrow as pa
 
 from plan import Arrays
 
@@ -49,7 +52,10 @@ class Blocks:
 
 class Reader:
     """Documents by their place in the epoch's order. Raises SystemExit for what is not as planned:
-    a length, a NULL, an id that is not a token's."""
+    a length, a NULL, an id that is not a token's.
+
+    A thread of its own waits for Lance while the caller packs what was read before.
+    """
 
     def __init__(
         self, dataset: lance.LanceDataset, args: argparse.Namespace, eos_id: int, vocab_size: int
@@ -59,6 +65,7 @@ class Reader:
             uri = f"file+uring://{Path(dataset.uri).resolve()}"
             dataset = lance.dataset(uri, version=dataset.version)
         self.dataset, self.seq_len = dataset, args.seq_len
+        self.thread = ThreadPoolExecutor(1, "elastic-take")
         self.tokens_column, self.id_column = args.tokens_column, args.id_column
         self.eos_id, self.vocab_size = eos_id, vocab_size
         ids = dataset.schema.field(args.tokens_column).type.value_type.to_pandas_dtype()
@@ -81,18 +88,16 @@ class Reader:
         before = _before(ends, lo)
         sizes = ends[hi - 1] - before
         out = np.cumsum(stops - begins)  # where in ids each run ends
-        parts = np.flatnonzero(np.diff(np.cumsum(sizes) // PART)) + 1
-        for runs in np.split(np.arange(len(lo)), parts):
-            rows = np.concatenate([np.arange(lo[j], hi[j]) for j in runs])
-            lengths = ends[rows] - _before(ends, rows) - 1
-            stream = self._joined(epoch["offset"][rows], lengths)
+        parts = _parts(sizes)
+        rows = [np.concatenate([np.arange(lo[j], hi[j]) for j in runs]) for runs in parts]
+        for runs, (lengths, stream) in zip(parts, self._streams(epoch, rows), strict=True):
             # where each run begins in what was read, which starts with a whole document
             cuts = np.cumsum(sizes[runs]) - sizes[runs] + begins[runs] - before[runs]
             n = stops[runs] - begins[runs]
             pieces = [stream[a : a + k] for a, k in zip(cuts, n, strict=True)]
             np.concatenate(pieces, out=ids[out[runs[0]] - n[0] : out[runs[-1]]])
             run = np.repeat(np.arange(len(runs)), hi[runs] - lo[runs])
-            begin = np.cumsum(lengths + 1) - lengths - 1 - cuts[run]  # of each document, in its run
+            begin = np.cumsum(lengths) - lengths - cuts[run]  # of each document, in its run
             heads.append((out[runs] - n)[run] + begin)
             heads[-1] = heads[-1][(begin >= 0) & (begin < n[run])]
         return Blocks(ids.reshape(-1, T), doc_ids=self._numbered(np.concatenate(heads), len(ids)))
@@ -108,20 +113,39 @@ class Reader:
         """Row mode: documents ``rows`` (n,) of the order with EOS, each cut or padded to T."""
         T, ends = self.seq_len, epoch["end"]
         ids, mask = np.empty((len(rows), T), self.dtype), np.empty((len(rows), T), bool)
-        lengths = ends[rows] - _before(ends, rows)  # with EOS
-        parts = np.flatnonzero(np.diff(np.cumsum(lengths) // PART)) + 1
-        for part in np.split(np.arange(len(rows)), parts):
-            stream = self._joined(epoch["offset"][rows[part]], lengths[part] - 1)
-            starts = np.cumsum(lengths[part]) - lengths[part]
-            mask[part] = np.arange(T) < lengths[part, None]
+        parts = _parts(ends[rows] - _before(ends, rows))
+        streams = self._streams(epoch, [rows[part] for part in parts])
+        for part, (lengths, stream) in zip(parts, streams, strict=True):
+            starts = np.cumsum(lengths) - lengths
+            mask[part] = np.arange(T) < lengths[:, None]
             index = np.minimum(starts[:, None] + np.arange(T), len(stream) - 1)
             ids[part] = np.where(mask[part], stream[index], self.eos_id)
         return Blocks(ids, mask=mask)
 
-    def _joined(self, offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """The documents at these table offsets, each followed by EOS, in one array."""
+    def _streams(
+        self, epoch: Arrays, parts: Iterable[np.ndarray]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Of each part, rows of the order, its documents' lengths with EOS and their tokens joined.
+        The next part is read meanwhile."""
+        taken = None
+        for rows in parts:
+            offsets = epoch["offset"][rows]
+            lengths = epoch["end"][rows] - _before(epoch["end"], rows)
+            ahead = self.thread.submit(self._take, offsets), offsets, lengths
+            if taken:
+                yield taken[2], self._joined(*taken)
+            taken = ahead
+        yield taken[2], self._joined(*taken)
+
+    def _take(self, offsets: np.ndarray) -> pa.Array:
         column = self.dataset.take(offsets.tolist(), columns=[self.tokens_column]).column(0)
-        lists = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+        return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+
+    def _joined(
+        self, taken: Future[pa.Array], offsets: np.ndarray, lengths: np.ndarray
+    ) -> np.ndarray:
+        """The documents at these table offsets, each followed by EOS, in one array."""
+        lists, lengths = taken.result(), lengths - 1
         found = np.asarray(lists.value_lengths().fill_null(0), np.int64)
         if not np.array_equal(found, lengths):
             at = int(np.flatnonzero(found != lengths)[0])
@@ -146,8 +170,17 @@ class Reader:
             f"{self.tokens_column}, outside the {self.vocab_size:,} ids of --tokenizer"
         )
 
+    def close(self) -> None:
+        self.thread.shutdown(wait=True, cancel_futures=True)
+
     def _id(self, offset: int) -> int:
         return self.dataset.take([int(offset)], columns=[self.id_column]).column(0)[0].as_py()
+
+
+def _parts(sizes: np.ndarray) -> list[np.ndarray]:
+    """Indices of ``sizes``, in tokens, cut into parts of about PART."""
+    cuts = np.flatnonzero(np.diff(np.cumsum(sizes) // PART)) + 1
+    return np.split(np.arange(len(sizes)), cuts)
 
 
 def _before(ends: np.ndarray, rows: np.ndarray) -> np.ndarray:
