@@ -250,7 +250,10 @@ class LanceDBStream:
         mask = batch.get("mask", ids != PAD_ID)
         ids = ids.masked_fill(~mask, self.eos_id)
         check_ids(ids, self.tokenizer, self.args)
-        return {**batch, "input_ids": ids, "mask": mask}
+        batch = {**batch, "input_ids": ids, "mask": mask}
+        if self.args.pack:  # it does not say where documents end, but by EOS
+            batch["doc_ids"] = torch.nn.functional.pad(ids == self.eos_id, (1, -1)).cumsum(1)
+        return batch
 
     def open_dataset(self, epoch: int, blocks: int | str | None) -> StreamingDataset:
         args = self.args

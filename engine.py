@@ -18,13 +18,19 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from flags import fraction, magnitude, not_negative
-from loss import IGNORE
+from feed import Batch, Feed, Inputs
+from flags import fraction, magnitude, not_negative, positive
+from loss import IGNORE, Loss
 from model import GPT
+from optimizers import Optimizers
+from spikes import SpikeGuard
 
-Batch = dict[str, torch.Tensor]
+FIRST = 1024  # first positions, whose loss is told apart: runs of other lengths have them too
+# what a step adds up over its micro-batches and ranks; "first": the first FIRST positions
+SUMS = ("nats", "z", "targets", "tokens", "first_nats", "first_targets", "stop")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,13 +56,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="schedule horizon, steps (0: the run's length)",
     )
     group.add_argument(
-        "--weight-decay", type=magnitude, default=0.1, help="AdamW, on matrices only"
+        "--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: of layers' matrices"
     )
+    group.add_argument("--weight-decay", type=magnitude, default=0.1, help="of matrices only")
     group.add_argument(
         "--grad-clip", type=magnitude, default=1.0, help="gradient norm (0: no clipping)"
     )
     group.add_argument(
         "--z-loss", type=magnitude, default=0.0, help="weight of PaLM's z-loss, such as 1e-4"
+    )
+    group.add_argument(
+        "--skip-spikes",
+        type=magnitude,
+        default=0.0,
+        metavar="K",
+        help="skip steps whose loss or norm is K deviations above the last ones' (0: never)",
+    )
+    group.add_argument(
+        "--max-skips", type=positive, default=20, help="end the run after so many in a row"
+    )
+    group.add_argument(
+        "--ddp-bucket-mb", type=positive, default=25, help="gradients exchanged at once"
+    )
+    group.add_argument(
+        "--ddp-bf16", action="store_true", help="exchange gradients in bf16, half the bytes"
     )
     group.add_argument("--compile", action="store_true", help="torch.compile the model")
     modes = ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
@@ -89,17 +112,8 @@ def learning_rate(
     return peak * (min_ratio + (1 - min_ratio) * shape)
 
 
-def targets_of(batch: Batch) -> torch.Tensor:
-    """Next-token targets int64 (B, T): IGNORE at the last position and where no token follows."""
-    ids, mask = batch["input_ids"], batch["mask"]
-    targets = torch.full_like(ids, IGNORE)
-    has_next = mask[:, :-1] & mask[:, 1:]
-    targets[:, :-1] = torch.where(has_next, ids[:, 1:], IGNORE)
-    return targets
-
-
 class Engine:
-    """One model, its AdamW and the arithmetic of a step, on one rank or under DDP.
+    """One model, its optimizers and the arithmetic of a step, on one rank or under DDP.
 
     ``model`` must be on its device already. DDP is used when torch.distributed is initialised.
     ``accumulation`` is the number of micro-batches of every step, equal on all ranks. Raises
@@ -111,12 +125,17 @@ class Engine:
         model: GPT,
         *,
         accumulation: int = 1,
+        optimizer: str = "adamw",
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
         grad_clip: float = 1.0,
         z_loss: float = 0.0,
+        skip_spikes: float = 0.0,
+        doc_mask: bool = False,
         autocast: torch.dtype | None = None,
         compile_mode: str | None = None,
+        bucket_mb: int = 25,
+        bf16_exchange: bool = False,
     ) -> None:
         self.model = model  # plain: its names go into checkpoints
         self.device = next(model.parameters()).device
@@ -124,18 +143,25 @@ class Engine:
         self.grad_clip, self.z_loss = grad_clip, z_loss
         self.autocast = autocast
         self.names = {p: name for name, p in model.named_parameters()}  # tied weights once
-        self.optimizer = adamw(self.names, weight_decay, betas)
+        self.optimizers = Optimizers(self.names, optimizer, weight_decay, betas)
+        self.spikes = SpikeGuard(skip_spikes, self.device)
+        self.feed = Feed(self.device, doc_mask)
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.compiled = model if compile_mode is None else torch.compile(model, mode=compile_mode)
         self.replica = self.compiled
         if dist.is_initialized():
             ids = [self.device.index] if self.device.type == "cuda" else None
             self.replica = DistributedDataParallel(
-                self.compiled, device_ids=ids, gradient_as_bucket_view=True
+                self.compiled,
+                device_ids=ids,
+                broadcast_buffers=False,
+                bucket_cap_mb=bucket_mb,
+                gradient_as_bucket_view=True,
             )
+            if bf16_exchange:
+                self.replica.register_comm_hook(None, bf16_compress_hook)
         self.micro_steps = 0  # of the step under way
-        # of the step under way: nats, sum of Z, targets, tokens, ranks that wish to stop
-        self.sums = torch.zeros(5, dtype=torch.float64, device=self.device)
+        self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
         self.z_max = self.sums.new_full((), -math.inf)
         self.reduced = False  # whether sums are those of all ranks
 
@@ -146,75 +172,88 @@ class Engine:
         which it does after its first backward and which decides the order of summation: done
         before the first step, a resumed run adds up like one that was never interrupted.
         """
-        ids = torch.zeros(batch_size, seq_len, dtype=torch.int64, device=self.device)
+        zeros = torch.zeros(batch_size, seq_len, dtype=torch.int64)
+        empty = {"input_ids": zeros, "mask": zeros.bool(), "doc_ids": zeros}
         for _ in range(2 if self.world_size > 1 else 1):  # DDP reorders in the second forward
-            with self._autocast():
-                loss = self.replica(ids, ids, self.z_loss)
-            loss.total.backward()
-            self.optimizer.zero_grad(set_to_none=True)
+            self._loss(self.replica, self.feed(empty)).total.backward()
+            self.optimizers.zero_grad()
+        self.validate([empty])
 
     def micro_step(self, batch: Batch) -> None:
         """Forward and backward of one micro-batch: adds to the step's gradients."""
         if self.micro_steps == self.accumulation:
             raise RuntimeError(f"update() is due: {self.accumulation} micro-steps are done")
-        batch = self.to_device(batch)
-        targets = targets_of(batch)
+        inputs = self.feed(batch)
         # Gradients are exchanged in the last micro-step only. DDP reads the setting in forward.
         last = self.micro_steps == self.accumulation - 1
         local = self.world_size > 1 and not last
         with self.replica.no_sync() if local else contextlib.nullcontext():
-            with self._autocast():
-                loss = self.replica(batch["input_ids"], targets, self.z_loss)
+            loss = self._loss(self.replica, inputs)
             loss.total.backward()
-        tokens, scored = batch["mask"].sum(), (targets != IGNORE).sum()
-        counts = (loss.nats, loss.z_sum, scored, tokens)
-        self.sums[:4] += torch.stack([count.double() for count in counts])
-        self.z_max = torch.maximum(self.z_max, loss.z_max.double())
+        scored = inputs.targets != IGNORE
+        self.sums[:-1] += torch.stack(
+            [
+                loss.nats.sum(dtype=torch.float64),
+                loss.z.masked_fill(~scored, 0).sum(dtype=torch.float64),
+                scored.sum(),
+                inputs.tokens,
+                loss.nats[:, :FIRST].sum(dtype=torch.float64),
+                scored[:, :FIRST].sum(),
+            ]
+        )
+        largest = loss.z.masked_fill(~scored, -math.inf).max()
+        self.z_max = torch.maximum(self.z_max, largest.double())
         self.micro_steps += 1
 
-    def update(self, lr: float, stop: bool = False) -> dict[str, torch.Tensor]:
-        """Clip, step the optimizer at ``lr`` and zero the gradients.
+    def update(
+        self, lr: float, stop: bool = False, module_norms: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Clip, step the optimizers at ``lr`` and zero the gradients.
 
         Returns float64 scalars on the device, equal on all ranks: ``loss`` (nats per target over
-        the global batch), ``grad_norm`` (before clipping), ``targets``, ``tokens``, ``skipped``: 1
-        when loss or gradient was not finite, which leaves parameters and optimizer unchanged,
-        ``stop``: how many ranks gave ``stop``, ``z_mean``: the mean log-sum-exp of the logits, and
-        ``z_max``: the largest on this rank.
+        the global batch) and ``loss_1024`` of its first FIRST positions, ``grad_norm`` (before
+        clipping), ``targets``, ``tokens``, ``skipped``: 1 when loss or gradient was not finite or a
+        spike, which leaves parameters and optimizers unchanged, ``skips_in_a_row``, ``stop``: how
+        many ranks gave ``stop``, ``z_mean``: the mean log-sum-exp of the logits, ``z_max``: the
+        largest on this rank, and with ``module_norms`` ``weight_norm/<module>`` before the step and
+        ``gradient_norm/<module>`` before clipping.
         """
+        if self.reduced and stop:
+            raise RuntimeError("gradients() has counted the ranks that wish to stop: stop later")
         if stop:
-            self.sums[4] += 1
-        nats, z_sum, targets, tokens, stops = self._reduced_sums()
-        gradients = [p.grad for p in self.names]
+            self.sums[-1] += 1
+        sums = dict(zip(SUMS, self._reduced_sums(), strict=True))
+        targets = sums["targets"]
         # DDP averaged the ranks' sums: world_size / targets turns that into the mean over targets.
         to_mean = self.world_size / targets
-        norm = torch.nn.utils.get_total_norm(gradients).double() * to_mean
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.names]).double() * to_mean
         clip = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0) if self.grad_clip else 1.0
-        skipped = ~(torch.isfinite(norm) & torch.isfinite(nats))
-        # The fused optimizer divides by grad_scale, and does nothing where found_inf is 1: scaling
-        # costs no pass over the gradients and skipping no wait for the device.
-        self.optimizer.grad_scale = (1 / (to_mean * clip)).float()
-        self.optimizer.found_inf = skipped.float()
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        loss = sums["nats"] / targets
+        skipped = self.spikes.judge(loss, norm)
+        modules = self._module_norms(to_mean) if module_norms else {}
+        self.optimizers.step(lr, to_mean * clip, skipped)
         stats = {
-            "loss": nats / targets,
+            "loss": loss,
+            "loss_1024": sums["first_nats"] / sums["first_targets"],
             "grad_norm": norm,
             "targets": targets,
-            "tokens": tokens,
+            "tokens": sums["tokens"],
             "skipped": skipped.double(),
-            "stop": stops,
-            "z_mean": z_sum / targets,
+            "skips_in_a_row": self.spikes.skips_in_a_row.double(),
+            "stop": sums["stop"],
+            "z_mean": sums["z"] / targets,
             "z_max": self.z_max,
+            **modules,
         }
-        self._start_step()
+        self.micro_steps, self.reduced = 0, False
+        self.sums = torch.zeros_like(self.sums)
+        self.z_max = torch.full_like(self.z_max, -math.inf)
         return stats
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Gradient of the step's mean loss by parameter name, before clipping: between the last
         micro_step and update. A collective call under DDP."""
-        targets = self._reduced_sums()[2]
-        scale = self.world_size / targets
+        scale = self.world_size / self._reduced_sums()[SUMS.index("targets")]
         return {name: p.grad * scale.to(p.grad.dtype) for p, name in self.names.items()}
 
     @torch.no_grad()
@@ -223,40 +262,43 @@ class Engine:
     ) -> dict[str, float]:
         """Mean loss over the targets of every rank's ``batches`` (their number may differ).
 
-        Returns ``loss`` in nats per target and, where ``token_bytes`` int64 (V,) gives the UTF-8
-        length of each id, ``bpb``, bits per byte. A collective call under DDP.
+        Returns ``loss`` in nats per target, ``loss_1024`` of the first FIRST positions where blocks
+        are longer, and ``bpb``, bits per byte, where ``token_bytes`` int64 (V,) gives the UTF-8
+        length of each id. A collective call under DDP.
         """
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(5, dtype=torch.float64, device=self.device)
         training = self.model.training
         self.model.eval()
         try:
-            for batch in map(self.to_device, batches):
-                targets = targets_of(batch)
-                with self._autocast():
-                    loss = self.compiled(batch["input_ids"], targets).nats.double()
-                scored = targets[targets != IGNORE]
-                length = (
-                    token_bytes[scored].sum() if token_bytes is not None else scored.new_zeros(())
-                )
-                sums += torch.stack([loss, torch.tensor(scored.numel()).to(loss), length.double()])
+            for inputs in map(self.feed, batches):
+                nats = self._loss(self.compiled, inputs).nats.double()
+                scored = inputs.targets != IGNORE
+                length = scored.new_zeros((), dtype=torch.int64)
+                if token_bytes is not None:
+                    length = token_bytes[inputs.targets.clamp(min=0)].masked_fill(~scored, 0).sum()
+                counts = scored.sum(), length, nats[:, :FIRST].sum(), scored[:, :FIRST].sum()
+                sums += torch.stack([nats.sum(), *counts])
         finally:
             self.model.train(training)
         if self.world_size > 1:
             dist.all_reduce(sums)
-        loss, scored, length = sums.tolist()
+        loss, scored, length, loss_1024, first_scored = sums.tolist()
         result = {"loss": loss / scored if scored else math.nan}
+        if self.model.config.seq_len > FIRST:
+            result["loss_1024"] = loss_1024 / first_scored if first_scored else math.nan
         if token_bytes is not None:
             result["bpb"] = loss / math.log(2) / length if length else math.nan
         return result
 
     def memory_report(self) -> dict[str, int]:
         """Bytes on this rank by category; on a GPU also the allocator's peak."""
-        state = [t for s in self.optimizer.state.values() for t in s.values()]
         gradients = [p.grad for p in self.names if p.grad is not None]
         report = {
             "parameters": _nbytes(self.names),
             "gradients": _nbytes(gradients),
-            "optimizer": _nbytes(state),
+            "optimizer": _nbytes(
+                [*self.optimizers.tensors().values(), *self.spikes.tensors().values()]
+            ),
         }
         if self.device.type == "cuda":
             report["peak"] = torch.cuda.max_memory_allocated(self.device)
@@ -264,15 +306,25 @@ class Engine:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that training changes, by plain name: parameters as the model names them, and
-        ``optimizer.<state>.<parameter>``. The tensors themselves, not copies."""
+        ``optimizer.<state>.<parameter>`` and ``optimizer.spikes.<what>``. Not copies."""
         named = {name: p.detach() for p, name in self.names.items()}
-        for p, name in self.names.items():
-            for key, value in self.optimizer.state[p].items():
-                named[f"optimizer.{key}.{name}"] = value
-        return named
+        return named | self.optimizers.tensors() | self.spikes.tensors()
 
-    def to_device(self, batch: Batch) -> Batch:
-        return {name: t.to(self.device, non_blocking=True) for name, t in batch.items()}
+    def _loss(self, model: torch.nn.Module, inputs: Inputs) -> Loss:
+        with self._autocast():
+            return model(inputs.input_ids, inputs.targets, inputs.documents, self.z_loss)
+
+    def _module_norms(self, to_mean: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Norms of weights and of the mean loss's gradients by module."""
+        squares = {}
+        for kind, tensors, scale in (
+            ("weight", [p.detach() for p in self.names], 1.0),
+            ("gradient", [p.grad for p in self.names], to_mean),
+        ):
+            for name, norm in zip(self.names.values(), torch._foreach_norm(tensors), strict=True):
+                key = f"{kind}_norm/{name.rpartition('.')[0]}"
+                squares[key] = squares.get(key, 0) + (norm.double() * scale).square()
+        return {key: square.sqrt() for key, square in squares.items()}
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         if self.autocast is None:
@@ -290,34 +342,6 @@ class Engine:
             dist.all_reduce(self.sums)
         self.reduced = True
         return self.sums
-
-    def _start_step(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        self.micro_steps, self.reduced = 0, False
-        self.sums = torch.zeros_like(self.sums)
-        self.z_max = torch.full_like(self.z_max, -math.inf)
-
-
-def adamw(
-    names: dict[torch.nn.Parameter, str], weight_decay: float, betas: tuple[float, float]
-) -> torch.optim.AdamW:
-    """Fused AdamW, decaying matrices only, its state allocated from the start.
-
-    (Loshchilov & Hutter 2019.) With its state always there, checkpoints have one shape from step 0
-    on and the memory report is true before the first step.
-    """
-    groups = [
-        {"params": [p for p in names if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in names if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=betas, fused=True)
-    for p in names:
-        optimizer.state[p] = {
-            "step": torch.zeros((), dtype=torch.float32, device=p.device),
-            "exp_avg": torch.zeros_like(p),
-            "exp_avg_sq": torch.zeros_like(p),
-        }
-    return optimizer
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:

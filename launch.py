@@ -19,21 +19,32 @@ import engine
 import hardware
 import metrics
 import model
+import profiling
 import stopping
 import tokenizer
 from distributed import World, agreed
 from flags import Parser, not_negative, positive, seed
 
 OWN_FLAGS = {"db", "plan_cache"}  # paths that may differ between nodes
-TUNED = (
-    "lr",
-    "min_lr_ratio",
-    "warmup_steps",
-    "weight_decay",
-    "grad_clip",
-)  # may change, and is said
+TUNED = (  # may change, and is said
+    *("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "grad_clip"),
+    *("z_loss", "skip_spikes"),
+)
+# that decide which weights there are and what they mean
+MODEL_FLAGS = (
+    "--model",
+    "--arch",
+    "--kv-heads",
+    "--qk-norm",
+    "--untied",
+    "--seq-len",
+    "--tokenizer",
+)
 Stream = elastic.ElasticStream | blocks_loaders.LanceDBStream
-MODULES = (common, model, blocks_loaders, elastic, engine, checkpoints, stopping, metrics, hardware)
+MODULES = (
+    *(common, model, blocks_loaders, elastic, engine, checkpoints),
+    *(stopping, metrics, profiling, hardware),
+)
 
 
 def flag_parser(doc: str | None = None) -> Parser:
@@ -186,7 +197,17 @@ def plan_run(
                 "--batch-size, --grad-accum, --global-batch or --seq-len, or train on more data"
             )
         schedule, about_schedule = plan_schedule(args, steps)
-        config = model.GPTConfig.preset(args.model, data.tokenizer.vocab_size, args.seq_len)
+        config = model.GPTConfig.preset(
+            args.model,
+            data.tokenizer.vocab_size,
+            args.seq_len,
+            arch=args.arch,
+            n_kv_head=args.kv_heads,
+            qk_norm=args.qk_norm,
+            tied=not args.untied,
+        )
+        if args.doc_mask and not args.pack:
+            raise SystemExit("--doc-mask: only --pack puts several documents into a block")
         matched = must_match(args, data, config, schedule)
         check_match(args, start, matched)
         notes = [about_schedule, stream.line]
@@ -255,13 +276,18 @@ def build_engine(
     """Model, optimizer and step; from the checkpoint where there is one."""
     with agreed(world):
         trainer = engine.Engine(
-            model.GPT(plan.config, args.seed).to(device),
+            model.GPT(plan.config, args.seed, args.recompute).to(device),
             accumulation=plan.accumulation,
+            optimizer=args.optimizer,
             weight_decay=args.weight_decay,
             grad_clip=args.grad_clip,
             z_loss=args.z_loss,
+            skip_spikes=args.skip_spikes,
+            doc_mask=args.doc_mask,
             autocast=hardware.autocast_dtype(args.dtype, device)[0],
             compile_mode=args.compile_mode if args.compile else None,
+            bucket_mb=args.ddp_bucket_mb,
+            bf16_exchange=args.ddp_bf16,
         )
     path, record, _, _ = start.checkpoint
     if path:
@@ -270,8 +296,9 @@ def build_engine(
         path = Path(args.init_from)
         record = checkpoints.check(path, world)
         with agreed(world):
-            for flag in ("--model", "--seq-len", "--tokenizer"):
-                was, ours = record["must_match"][flag], plan.must_match[flag]
+            for flag in MODEL_FLAGS:
+                ours = plan.must_match[flag]
+                was = record["must_match"].get(flag, ours)
                 if was != ours:
                     raise SystemExit(f"--init-from {path}: {flag} was {was}, is {ours}")
         weights = {name: p.detach() for p, name in trainer.names.items()}
@@ -300,7 +327,13 @@ def must_match(
     t = data.tokenizer
     return {
         "--model": f"{args.model} {config.n_layer}x{config.n_embd}",
+        "--arch": config.arch,
+        "--kv-heads": config.kv_heads,
+        "--qk-norm": config.qk_norm,
+        "--untied": not config.tied,
         "--seq-len": config.seq_len,
+        "--doc-mask": args.doc_mask,
+        "--optimizer": args.optimizer,
         "--tokenizer": f"{t.vocab_size} ids, EOS {t.eos_id}, fingerprint {t.fingerprint}",
         "--schedule": schedule["schedule"],
         "--lr-total-steps": 0 if schedule["schedule"] == "constant" else schedule["total"],

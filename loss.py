@@ -10,19 +10,16 @@ from typing import NamedTuple
 import torch
 
 IGNORE = -100  # a position without a target; F.cross_entropy's default ignore_index
-CHUNK = 1024  # positions
+CHUNK = 1024  # positions; more where there would be more than MOST chunks
+MOST = 16  # torch.compile unrolls the loop
 
 
 class Loss(NamedTuple):
-    """Scalars in float32 or better, over the positions that have a target.
+    """In float32 or better. Only ``total`` has a gradient."""
 
-    Only ``total`` has a gradient. Z is the log-sum-exp of a position's logits.
-    """
-
-    total: torch.Tensor  # nats + z_loss * sum of Z^2
-    nats: torch.Tensor  # sum of the cross-entropies
-    z_sum: torch.Tensor
-    z_max: torch.Tensor  # -inf where there is no target
+    total: torch.Tensor  # scalar: the sum of nats + z_loss * z^2
+    nats: torch.Tensor  # each position's cross-entropy (B, T), 0 where there is no target
+    z: torch.Tensor  # each position's log-sum-exp of the logits (B, T)
 
 
 def linear_cross_entropy(
@@ -35,53 +32,55 @@ def linear_cross_entropy(
     """Cross-entropy of ``softmax(x weight^T)`` and, with ``z_loss``, PaLM's regularizer of the
     log-sum-exp (Chowdhery et al. 2022, section 5).
 
-    ``x`` (N, C), ``weight`` (V, C), ``targets`` int64 (N,), some of them IGNORE; rows of ``weight``
-    from ``vocab_size`` on are no words. Products are made in autocast's dtype where it is enabled.
-    The gradient may be taken once.
+    ``x`` (B, T, C), ``weight`` (V, C), ``targets`` int64 (B, T), some of them IGNORE; rows of
+    ``weight`` from ``vocab_size`` on are no words. Products are made in autocast's dtype where it
+    is enabled. The gradient may be taken once.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     with_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return Loss(
-        *_LinearCrossEntropy.apply(x, weight, targets, vocab_size, z_loss, dtype, with_gradient)
+    total, nats, z = _LinearCrossEntropy.apply(
+        x.flatten(0, 1), weight, targets.flatten(), vocab_size, z_loss, dtype, with_gradient
     )
+    return Loss(total, nats.view_as(targets), z.view_as(targets))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, z_loss, dtype, with_gradient):
         wide = torch.promote_types(dtype, torch.float32)
-        total, nats, z_sum = (torch.zeros((), dtype=wide, device=x.device) for _ in range(3))
-        z_max = torch.full((), -torch.inf, dtype=wide, device=x.device)
+        nats, z = (torch.empty(len(x), dtype=wide, device=x.device) for _ in range(2))
         grad_x = torch.empty_like(x) if with_gradient else None
         grad_weight = torch.zeros_like(weight) if with_gradient else None
+        chunk = max(CHUNK, -(-len(x) // MOST))
         with torch.autocast(x.device.type, enabled=False):
             words = weight.to(dtype)
-            for i in range(0, len(x), CHUNK):
-                part, target = x[i : i + CHUNK].to(dtype), targets[i : i + CHUNK, None]
+            for i in range(0, len(x), chunk):
+                here = slice(i, i + chunk)
+                part, target = x[here].to(dtype), targets[here, None]
                 scored = target != IGNORE
                 target = target.clamp(min=0)
                 logits = (part @ words.T).to(wide)  # (chunk, V)
                 logits[:, vocab_size:] = -torch.inf
-                z = logits.logsumexp(1, keepdim=True)
-                nats += (z - logits.gather(1, target)).masked_fill(~scored, 0).sum()
-                total += z_loss * z.square().masked_fill(~scored, 0).sum()
-                z_sum += z.masked_fill(~scored, 0).sum()
-                z_max = torch.maximum(z_max, z.masked_fill(~scored, -torch.inf).max())
+                log_sum = logits.logsumexp(1, keepdim=True)
+                cross_entropy = log_sum - logits.gather(1, target)
+                nats[here] = cross_entropy.masked_fill(~scored, 0)[:, 0]
+                z[here] = log_sum[:, 0]
                 if not with_gradient:
                     continue
-                # d loss / d logits = softmax (1 + 2 z_loss Z), less 1 at the target
-                slope = logits.sub_(z).exp_().mul_(1 + 2 * z_loss * z)
-                slope.scatter_add_(1, target, torch.full_like(z, -1))
+                # d loss / d logits = softmax (1 + 2 z_loss z), less 1 at the target
+                slope = logits.sub_(log_sum).exp_().mul_(1 + 2 * z_loss * log_sum)
+                slope.scatter_add_(1, target, torch.full_like(log_sum, -1))
                 slope = slope.masked_fill_(~scored, 0).to(dtype)
-                grad_x[i : i + CHUNK] = slope @ words
+                grad_x[here] = slope @ words
                 if grad_weight.dtype == dtype:
                     grad_weight.addmm_(slope.T, part)
                 else:
                     grad_weight += slope.T @ part
+            penalty = z_loss * z.square().masked_fill(targets == IGNORE, 0).sum()
         ctx.gradients = grad_x, grad_weight
-        ctx.mark_non_differentiable(nats, z_sum, z_max)
-        return total + nats, nats, z_sum, z_max
+        ctx.mark_non_differentiable(nats, z)
+        return nats.sum() + penalty, nats, z
 
     @staticmethod
     @torch.autograd.function.once_differentiable

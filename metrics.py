@@ -9,7 +9,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from distributed import World
 from flags import not_empty, not_negative, positive
+from profiling import device_readings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--hash-batches", action="store_true", help="log a hash of each logged step's global batch"
     )
+    group.add_argument(
+        "--log-params",
+        type=not_negative,
+        default=0,
+        metavar="N",
+        help="log norms of weights and gradients by module every N steps (0: never)",
+    )
     group.add_argument("--wandb", metavar="PROJECT", help="also log to Weights & Biases")
 
 
@@ -45,13 +53,14 @@ class Meter:
 
     def __init__(self, device: torch.device, tokens: float, flops: float, peak: float | None):
         self.device, self.flops, self.peak = device, flops, peak
-        self.began = time.perf_counter()
+        self.began, self.last_pause = time.perf_counter(), 0.0
         self.restart(tokens)
 
     def restart(self, tokens: float) -> None:
         """Start an interval at ``tokens`` trained so far."""
         self.started, self.paused, self.waits = time.perf_counter(), 0.0, []
         self.tokens = tokens
+        self.spans: dict[str, list[Callable[[], float]]] = {}  # seconds, once the device is done
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -60,7 +69,8 @@ class Meter:
             torch.cuda.synchronize(self.device)
         began = time.perf_counter()
         yield
-        self.paused += time.perf_counter() - began
+        self.last_pause = time.perf_counter() - began
+        self.paused += self.last_pause
 
     @contextmanager
     def wait(self) -> Iterator[None]:
@@ -69,23 +79,44 @@ class Meter:
         yield
         self.waits.append(time.perf_counter() - began)
 
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Count the device's time for what runs inside as a step's ``name``."""
+        if self.device.type == "cuda":
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            yield
+            last.record()
+            self.spans.setdefault(name, []).append(lambda: first.elapsed_time(last) / 1e3)
+        else:
+            began = time.perf_counter()
+            yield
+            seconds = time.perf_counter() - began
+            self.spans.setdefault(name, []).append(lambda: seconds)
+
     def elapsed(self) -> float:
         """Seconds of the interval that count, at least a microsecond."""
         return max(time.perf_counter() - self.started - self.paused, 1e-6)
 
     def values(self, tokens: float, world: World) -> dict[str, float | None]:
-        """The interval's figures for the log, at ``tokens`` trained so far. A collective call."""
-        rate = (tokens - self.tokens) / self.elapsed()
+        """The interval's figures for the log, at ``tokens`` trained so far, when the device is done
+        with its steps. A collective call."""
+        elapsed, steps = self.elapsed(), len(self.waits)
+        rate = (tokens - self.tokens) / elapsed
         waits = (1e3 * np.percentile(self.waits, (50, 95, 99))).tolist()
         p50, p95, p99 = world.maximum(waits)
         return {
             "tokens_per_second": rate,
             "mfu": rate * self.flops / (self.peak * world.size) if self.peak else None,
-            "data_wait_share": sum(self.waits) / self.elapsed(),
+            "step_s": elapsed / steps,
+            "data_wait_s": sum(self.waits) / steps,
+            **{f"{k}_s": sum(span() for span in v) / steps for k, v in self.spans.items()},
+            "data_wait_share": sum(self.waits) / elapsed,
             "data_wait_ms_p50": p50,
             "data_wait_ms_p95": p95,
             "data_wait_ms_p99": p99,
             "memory_bytes": peak_memory(self.device),
+            **device_readings(self.device),
         }
 
     def eta(self, done: int, left: int) -> float:
@@ -270,8 +301,9 @@ def start_wandb(project: str, run_dir: Path):
     return require_wandb().init(project=project, dir=run_dir, name=run_dir.name, resume="allow")
 
 
-def first_batch_line(first_batch_s: float, plan_s: float) -> str:
-    return f"first batch    after {first_batch_s:.2f} s, plans in {plan_s:.2f} s"
+def first_batch_line(first_batch_s: float, plan_s: float, warm_up_s: float) -> str:
+    warm_up = f", warm-up and compilation in {warm_up_s:.1f} s" if warm_up_s else ""
+    return f"first batch    after {first_batch_s:.2f} s, plans in {plan_s:.2f} s{warm_up}"
 
 
 def validation_line(step: int, result: dict[str, float]) -> str:

@@ -22,6 +22,7 @@ import engine
 import hardware
 import launch
 import metrics
+import profiling
 from distributed import World, agreed
 from scripts import demo
 from stopping import Stopping
@@ -84,44 +85,51 @@ def train(
     flops, peak = trainer.model.flops_per_token(), hardware.device_peak_flops(device)
     # tokens in all, steps skipped, tokens in those
     totals = torch.tensor(start.totals, dtype=torch.float64, device=device)
+    reported = ["loss", "grad_norm", "z_mean"] + ["loss_1024"] * (args.seq_len > engine.FIRST)
     result, stopped, step = {}, False, start.step
+    profile = profiling.Profile(*args.profile, start.run_dir, device, world.is_main)
     stopping = Stopping(
         args.time_limit, began or time.monotonic(), device, lambda: saver.failed() or log.error
     )
     with log, closing(stream), closing(saver), closing(stopping):
-        if plan.steps > start.step and (world.size > 1 or args.compile):
-            trainer.warm_up(args.batch_size, args.seq_len)  # compiling is not throughput
         meter = metrics.Meter(device, start.totals[0], flops, peak)
+        if plan.steps > start.step and (world.size > 1 or args.compile):
+            with meter.pause():  # compiling is not throughput
+                trainer.warm_up(args.batch_size, args.seq_len)
+        warm_up = meter.last_pause
         steps = stream.steps()
         for step in range(start.step + 1, plan.steps + 1):
+            log.say(*profile.begin(step))
             lr = engine.learning_rate(step, **plan.schedule)
             with meter.wait():
                 batches = next(steps)
             if step == start.step + 1:
                 first = {"first_batch_s": meter.waits[0], "plan_s": stream.plan_seconds}
+                first["warm_up_s"] = warm_up
                 log.record({"step": step, **first})
                 log.say(metrics.first_batch_line(**first))
-            for batch in batches:
-                trainer.micro_step(batch)
-            stats = trainer.update(lr, stop=stopping.wanted())
+            with meter.span("forward_backward"):
+                for batch in batches:
+                    trainer.micro_step(batch)
+            norms = due(step, args.log_params)
+            with meter.span("optimizer"):
+                stats = trainer.update(lr, stop=stopping.wanted(), module_norms=norms)
             tokens, skipped = stats["tokens"], stats["skipped"]
             totals += torch.stack([tokens, skipped, tokens * skipped])
             stopped = stopping.agreed(stats["stop"])
             last = stopped or step == plan.steps
 
             if last or due(step, args.log_every):
-                shown = [stats[k] for k in ("loss", "grad_norm", "z_mean", "z_max")]
-                numbers = torch.stack([*totals, *shown]).tolist()  # waits for the device
-                tokens, skipped, _, loss, grad_norm, z_mean, z_max = numbers
+                numbers = torch.stack([*totals, *stats.values()]).tolist()  # waits for the device
+                tokens, skipped, _ = numbers[:3]
+                shown = dict(zip(stats, numbers[3:], strict=True))
                 values = {
                     "step": step,
                     "epoch": stream.epoch,
                     "tokens": int(tokens),
-                    "loss": loss,
                     "lr": lr,
-                    "grad_norm": grad_norm,
-                    "z_mean": z_mean,
-                    "z_max": world.maximum([z_max])[0],
+                    **{k: shown[k] for k in reported},
+                    "z_max": world.maximum([shown["z_max"]])[0],
                     **meter.values(tokens, world),
                     "queued_bytes": stream.queued_bytes(),
                     "skipped": int(skipped),
@@ -133,11 +141,16 @@ def train(
                 eta = meter.eta(step - start.step, plan.steps - step)
                 log.say(metrics.step_line(values, plan.steps, eta))
                 meter.restart(tokens)
+                if shown["skips_in_a_row"] >= args.max_skips:
+                    too_many_skips(args, shown, world)
+            if norms:
+                log.record({"step": step, **{k: v.item() for k, v in stats.items() if "/" in k}})
             if validation.tokens and (step == plan.steps or due(step, args.eval_every)):
                 with meter.pause():
                     result = trainer.validate(validation.batches, token_bytes)
-                    log.record({"step": step, **{f"val_{k}": v for k, v in result.items()}})
-                    log.say(metrics.validation_line(step, result))
+                seconds = {"validation_s": meter.last_pause}
+                log.record({"step": step, **{f"val_{k}": v for k, v in result.items()}, **seconds})
+                log.say(metrics.validation_line(step, result))
             if saver.written():
                 finish(saver, data.pin, log)
             if last or due(step, args.ckpt_every):
@@ -147,8 +160,10 @@ def train(
                     saver.start(step, trainer.tensors(), record)
                     if last or args.ckpt_sync:
                         finish(saver, data.pin, log)
+                log.record({"step": step, "checkpoint_s": meter.last_pause})
             if stopped:
                 break
+        log.say(*profile.stop())
         if step > start.step:
             segments = start.segments(plan.new_data) + [stream.ledger()]
             log.say(*metrics.ledger_lines(segments, int(totals[2])))
@@ -169,6 +184,17 @@ def train(
 def due(step: int, every: int) -> bool:
     """Whether something that happens every so many steps (0: never) happens after this one."""
     return every > 0 and step % every == 0
+
+
+def too_many_skips(args: argparse.Namespace, stats: dict[str, float], world: World) -> None:
+    """End the run on all ranks alike, as all know the same numbers."""
+    message = (
+        f"{stats['skips_in_a_row']:.0f} steps in a row were skipped (--max-skips "
+        f"{args.max_skips}), the last at loss {stats['loss']:.4g} and gradient norm "
+        f"{stats['grad_norm']:.4g}: go on from a checkpoint at a lower --lr, or at a higher "
+        f"--skip-spikes than {args.skip_spikes:g}"
+    )
+    raise SystemExit(message if world.is_main else 1)
 
 
 def finish(saver: checkpoints.Saver, pin: common.Pin, log: metrics.RunLog) -> None:
@@ -212,6 +238,8 @@ def start_log(
         f"model          {args.model}, {parameters:,} parameters, "
         f"{hardware.autocast_dtype(args.dtype, trainer.device)[1]}",
         *plan.lines,
+        f"FLOPs          {metrics.human(trainer.model.flops_per_token())} a token: 6 N + 12 L C T "
+        "(PaLM, appendix B)",
     )
     return log
 

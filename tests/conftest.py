@@ -128,3 +128,11 @@ def small_disk(path: Path, size: str) -> Iterator[Path]:
         yield path
     finally:
         subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def ragged_batch() -> dict[str, torch.Tensor]:
+    """Six blocks with 15, 8, 0, 15, 15 and 2 targets."""
+    ids = torch.randint(0, 97, (6, 16), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(6, 16, dtype=torch.bool)
+    mask[1, 9:], mask[2], mask[5, 3:] = False, False, False
+    return {"input_ids": ids, "mask": mask}

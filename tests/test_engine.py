@@ -1,12 +1,15 @@
 """The step: its arithmetic against one big batch, torch's own optimizer and plain loops."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ragged_batch
 
-from engine import Engine, learning_rate, targets_of
+from engine import Engine, learning_rate
+from feed import targets_of
 from loss import IGNORE
 from model import GPT, GPTConfig
 
@@ -15,14 +18,6 @@ CONFIG = GPTConfig(vocab_size=97, seq_len=16, n_layer=2, n_head=2, n_embd=32)
 
 def double_model() -> GPT:
     return GPT(CONFIG, seed=3).double()
-
-
-def ragged_batch() -> dict[str, torch.Tensor]:
-    """Six blocks with 15, 8, 0, 15, 15 and 2 targets."""
-    ids = torch.randint(0, 97, (6, 16), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(6, 16, dtype=torch.bool)
-    mask[1, 9:], mask[2], mask[5, 3:] = False, False, False
-    return {"input_ids": ids, "mask": mask}
 
 
 def split(batch, parts):
@@ -103,14 +98,14 @@ def test_step_that_is_not_finite_changes_nothing_and_the_next_one_does(where):
     engine = Engine(double_model())
     engine.micro_step(ragged_batch())
     engine.update(1e-3)
-    before = {name: t.clone() for name, t in engine.tensors().items()}
+    before = {k: t.clone() for k, t in engine.tensors().items() if "spikes" not in k}
     engine.micro_step(ragged_batch())
     if where == "gradient":
         engine.model.wpe.weight.grad[0, 0] = math.nan
     else:
         engine.sums[0] = math.inf
     assert engine.update(1e-3)["skipped"].item() == 1
-    assert all(torch.equal(before[name], t) for name, t in engine.tensors().items())
+    assert all(torch.equal(t, engine.tensors()[name]) for name, t in before.items())
     engine.micro_step(ragged_batch())
     assert engine.update(1e-3)["skipped"].item() == 0
     assert not torch.equal(before["wte.weight"], engine.tensors()["wte.weight"])
@@ -174,7 +169,8 @@ def test_memory_report_counts_parameters_gradients_and_optimizer():
     size = sum(p.numel() for p in engine.model.parameters()) * 4
     report = engine.memory_report()
     assert report["parameters"] == size and report["gradients"] == 0
-    assert report["optimizer"] == 2 * size + 4 * len(engine.names)
+    spikes = sum(t.nbytes for t in engine.spikes.tensors().values())
+    assert report["optimizer"] == 2 * size + 4 * len(engine.names) + spikes
     engine.micro_step(ragged_batch())
     assert engine.memory_report()["gradients"] == size
 
@@ -194,6 +190,61 @@ def test_compiled_step_equals_the_eager_one():
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6)
     assert compiled.update(1e-3)["loss"].item() == pytest.approx(eager.update(1e-3)["loss"].item())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "recompute"),
+    [({}, "none"), ({"arch": "llama", "n_kv_head": 1, "qk_norm": True}, "selective")],
+    ids=["gpt2", "llama, document mask, recomputed"],
+)
+def test_compiled_step_is_one_graph_and_is_never_compiled_again(options, recompute):
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    gpt = GPT(replace(CONFIG, **options), seed=3, recompute=recompute)
+    engine = Engine(gpt, accumulation=2, doc_mask=bool(options), compile_mode="default")
+    engine.warm_up(3, 16)
+    assert counters["stats"]["unique_graphs"] == 2  # training and validation
+    for step in range(4):
+        batch = ragged_batch() | {"doc_ids": torch.arange(96).view(6, 16) // (5 + step) % 3}
+        batch["doc_ids"] = batch["doc_ids"].sort(dim=1).values
+        if step == 2:
+            batch["mask"] = torch.zeros_like(batch["mask"])
+        for micro in split(batch, 2):
+            engine.micro_step(micro)
+        engine.update(1e-3, stop=step == 3, module_norms=step == 1)
+        engine.validate(split(batch, 2), torch.ones(97, dtype=torch.int64))
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"], counters["graph_break"]
+
+
+def test_norms_by_module_are_those_of_weights_and_gradients():
+    engine = Engine(double_model(), accumulation=2)
+    for micro in split(ragged_batch(), 2):
+        engine.micro_step(micro)
+    weights = {name: p.detach().clone() for p, name in engine.names.items()}
+    gradients = engine.gradients()
+    stats = engine.update(1e-3, module_norms=True)
+    for kind, tensors in (("weight", weights), ("gradient", gradients)):
+        expected = [t for name, t in tensors.items() if name.startswith("h.1.mlp.c_fc.")]
+        norm = torch.cat([t.flatten() for t in expected]).norm()
+        torch.testing.assert_close(stats[f"{kind}_norm/h.1.mlp.c_fc"], norm)
+    whole = sum(v**2 for k, v in stats.items() if k.startswith("gradient_norm/")) ** 0.5
+    torch.testing.assert_close(whole, stats["grad_norm"])
+
+
+def test_first_positions_of_long_blocks_have_a_loss_of_their_own(monkeypatch):
+    monkeypatch.setattr("engine.FIRST", 5)
+    batch, model = ragged_batch(), double_model()
+    engine = Engine(model)
+    targets = targets_of(batch)
+    logits = model(batch["input_ids"])[:, :5].flatten(0, 1).detach()
+    head = F.cross_entropy(logits, targets[:, :5].flatten()).item()
+    result = engine.validate(split(batch, 2))
+    engine.micro_step(batch)
+    assert engine.update(1e-3)["loss_1024"].item() == pytest.approx(head, rel=1e-9)
+    assert result["loss_1024"] == pytest.approx(head, rel=1e-9)
 
 
 def test_learning_rate_warms_up_linearly_then_follows_the_cosine():

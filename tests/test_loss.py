@@ -26,6 +26,14 @@ def plain(x, weight, targets, vocab, z_loss=0.0):
     return nats + z_loss * z.square().sum(), nats, z.sum(), z.max()
 
 
+def ours(x, weight, targets, vocab, z_loss=0.0):
+    """The same of the chunked loss."""
+    found = linear_cross_entropy(x[None], weight, targets[None], vocab, z_loss)
+    assert (found.nats[targets[None] == IGNORE] == 0).all()
+    z = found.z[targets[None] != IGNORE]
+    return found.total, found.nats.sum(), z.sum(), z.max() if len(z) else None
+
+
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize("n", [1, 9, 10, 31])
 @pytest.mark.parametrize(
@@ -35,9 +43,10 @@ def test_loss_and_gradients_are_those_of_all_logits_at_once(
     monkeypatch, n, dtype, tolerance, z_loss
 ):
     monkeypatch.setattr(loss, "CHUNK", 10)
+    monkeypatch.setattr(loss, "MOST", 100)
     x, weight, targets, vocab = inputs(n, dtype)
     targets[0] = 3
-    found = linear_cross_entropy(x, weight, targets, vocab, z_loss)
+    found = ours(x, weight, targets, vocab, z_loss)
     (3 * found[0]).backward()
     mine = x.grad.clone(), weight.grad.clone()
     x.grad = weight.grad = None
@@ -48,11 +57,20 @@ def test_loss_and_gradients_are_those_of_all_logits_at_once(
     assert (mine[1][vocab:] == 0).all()
 
 
+def test_long_inputs_have_larger_chunks_and_the_same_loss(monkeypatch):
+    x, weight, targets, vocab = inputs(31)
+    whole = ours(x, weight, targets, vocab)
+    monkeypatch.setattr(loss, "CHUNK", 1)
+    monkeypatch.setattr(loss, "MOST", 4)  # of 8 positions
+    for a, b in zip(whole, ours(x, weight, targets, vocab), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_no_target_is_no_loss_and_no_gradient():
     x, weight, targets, vocab = inputs(7)
-    total, _, z_sum, _ = linear_cross_entropy(x, weight, torch.full_like(targets, IGNORE), vocab)
+    total, nats, _, _ = ours(x, weight, torch.full_like(targets, IGNORE), vocab, 1e-2)
     total.backward()
-    assert total.item() == z_sum.item() == 0
+    assert total.item() == nats.item() == 0
     assert (x.grad == 0).all() and (weight.grad == 0).all()
 
 
@@ -62,7 +80,7 @@ def test_bf16_products_are_as_near_as_those_of_the_plain_loss():
     exact.backward()
     reference, x.grad, weight.grad = (x.grad, weight.grad), None, None
     errors = []
-    for function in (linear_cross_entropy, plain):
+    for function in (ours, plain):
         with torch.autocast("cpu", torch.bfloat16):
             total = function(x, weight, targets, vocab)[0]
         total.backward()
@@ -77,6 +95,6 @@ def test_bf16_products_are_as_near_as_those_of_the_plain_loss():
 def test_validation_forms_no_gradient():
     x, weight, targets, vocab = inputs(20)
     with torch.no_grad():
-        total, *_ = linear_cross_entropy(x, weight, targets, vocab)
+        total, *_ = ours(x, weight, targets, vocab)
     assert not total.requires_grad
     torch.testing.assert_close(total, plain(x, weight, targets, vocab)[0].detach())
