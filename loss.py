@@ -51,7 +51,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(dtype, torch.float32)
         nats, z = (torch.empty(len(x), dtype=wide, device=x.device) for _ in range(2))
         grad_x = torch.empty_like(x) if with_gradient else None
-        grad_weight = torch.zeros_like(weight) if with_gradient else None
+        grad_weight = None
         chunk = max(CHUNK, -(-len(x) // MOST))
         with torch.autocast(x.device.type, enabled=False):
             words = weight.to(dtype)
@@ -62,21 +62,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 target = target.clamp(min=0)
                 logits = (part @ words.T).to(wide)  # (chunk, V)
                 logits[:, vocab_size:] = -torch.inf
-                log_sum = logits.logsumexp(1, keepdim=True)
-                cross_entropy = log_sum - logits.gather(1, target)
-                nats[here] = cross_entropy.masked_fill(~scored, 0)[:, 0]
+                chosen = logits.gather(1, target)
+                # each pass over the logits costs as much as a layer: the softmax takes their place
+                largest = logits.amax(1, keepdim=True)
+                exponentials = logits.sub_(largest).exp_()
+                total = exponentials.sum(1, keepdim=True)
+                log_sum = largest + total.log()
+                nats[here] = (log_sum - chosen).masked_fill(~scored, 0)[:, 0]
                 z[here] = log_sum[:, 0]
                 if not with_gradient:
                     continue
                 # d loss / d logits = softmax (1 + 2 z_loss z), less 1 at the target
-                slope = logits.sub_(log_sum).exp_().mul_(1 + 2 * z_loss * log_sum)
-                slope.scatter_add_(1, target, torch.full_like(log_sum, -1))
-                slope = slope.masked_fill_(~scored, 0).to(dtype)
+                scale = ((1 + 2 * z_loss * log_sum) / total).masked_fill(~scored, 0)
+                slope = exponentials.mul_(scale).scatter_add_(1, target, -scored.to(wide))
+                slope = slope.to(dtype)
                 grad_x[here] = slope @ words
-                if grad_weight.dtype == dtype:
-                    grad_weight.addmm_(slope.T, part)
+                product = slope.T @ part
+                if grad_weight is None:
+                    grad_weight = product.to(weight.dtype)
                 else:
-                    grad_weight += slope.T @ part
+                    grad_weight += product
             penalty = z_loss * z.square().masked_fill(targets == IGNORE, 0).sum()
         ctx.gradients = grad_x, grad_weight
         ctx.mark_non_differentiable(nats, z)

@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> None:
         notices.append(f"without effect here: {', '.join(unread)}")
     torch.set_num_threads(hardware.cpu_threads(world.local_size) or torch.get_num_threads())
     device = hardware.choose_device(args.device, world.local_rank)
+    hardware.keep_freed_memory(device)
     world = distributed.join(world, device, args.dist_timeout)
     try:
         train(args, device, world, notices, began)

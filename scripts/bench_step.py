@@ -1,7 +1,8 @@
 """Time the training step against plain torch, its own matrix products and two lone processes.
 
-python scripts/bench_step.py --json step.json            # on this CPU: 25 minutes
-python scripts/bench_step.py --gpu --json step.json      # MFU on one GPU: a few minutes
+python scripts/bench_step.py --json step.json                   # on this CPU: 25 minutes
+python scripts/bench_step.py --ddp-options --json ddp.json      # on two of its processes
+python scripts/bench_step.py --gpu --json gpu.json              # MFU on one GPU: a few minutes
 
 Each measurement is a fresh process; arms take turns, a figure is the median over them.
 """
@@ -51,6 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(__doc__)
     parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--only", default="", help="arms whose name begins so")
+    parser.add_argument("--ddp-options", action="store_true", help="options of DDP instead")
     parser.add_argument("--gpu", action="store_true", help="MFU of small and xl instead")
     parser.add_argument("--work", type=Path, default=Path("bench_data"), help="files go here")
     parser.add_argument("--json", type=Path, help="write the figures there")
@@ -62,13 +64,14 @@ def main(argv: list[str] | None = None) -> None:
         return
     if args.gpu:
         hardware.choose_device("cuda", 0)  # or says why not
-    arms = gpu_arms() if args.gpu else cpu_arms(args.work.resolve())
+    work = str(args.work.resolve())
+    arms = gpu_arms() if args.gpu else ddp_arms(work) if args.ddp_options else cpu_arms(work)
     arms = {name: arm for name, arm in arms.items() if name.startswith(args.only)}
     turns = take_turns(__file__, arms, args.repeats)
     report(figures(turns, set(arms)), args.json)
 
 
-def cpu_arms(work: Path) -> dict[str, dict]:
+def cpu_arms(work: str) -> dict[str, dict]:
     step = {"model": "small", "seq_len": 256, "batch": 4}
     ddp = {"seq_len": 256, "accumulation": 4}
     return {
@@ -82,15 +85,15 @@ def cpu_arms(work: Path) -> dict[str, dict]:
             for dtype in ("fp32", "bf16")
             for kind in ("ours", "plain")
         },
-        "loop": {"what": "loop", "work": str(work)},
-        "ddp_together": {"what": "pair", "together": True, "work": str(work), **ddp},
-        "ddp_apart": {"what": "pair", "together": False, "work": str(work), **ddp},
-        **{
-            f"exchange_{name}": {"what": "pair", "together": True, "work": str(work)}
-            | {"seq_len": 64, "accumulation": 1, "options": options}
-            for name, options in EXCHANGES.items()
-        },
+        "loop": {"what": "loop", "work": work},
+        "ddp_together": {"what": "pair", "together": True, "work": work, **ddp},
+        "ddp_apart": {"what": "pair", "together": False, "work": work, **ddp},
     }
+
+
+def ddp_arms(work: str) -> dict[str, dict]:
+    pair = {"what": "pair", "together": True, "work": work, "seq_len": 64, "accumulation": 1}
+    return {f"exchange_{name}": {**pair, "options": o} for name, o in EXCHANGES.items()}
 
 
 def gpu_arms() -> dict[str, dict]:
@@ -147,6 +150,7 @@ def time_step(
 ) -> dict[str, float]:
     """The project's own step, on the GPU where there is one."""
     device = hardware.choose_device("auto", 0)
+    hardware.keep_freed_memory(device)
     gpt = GPT(GPTConfig.preset(model, VOCAB, seq_len)).to(device)
     engine = Engine(
         gpt,
@@ -189,8 +193,11 @@ def time_eager(model: str, seq_len: int, batch: int, steps: int = 3) -> dict[str
 
 
 def time_gemms(model: str, seq_len: int, batch: int, steps: int = 3) -> dict[str, float]:
-    """The products of the step's linear layers alone, forward and both backward, attention's left
-    out, each on operands of its own."""
+    """The step's own matrix products alone, forward and both backward, on operands of their own.
+
+    Attention's are over half the keys, which is what a causal mask leaves of them.
+    """
+    hardware.keep_freed_memory(torch.device("cpu"))
     config = GPTConfig.preset(model, VOCAB, seq_len)
     C, n = config.n_embd, batch * seq_len
     layer = [(C, 3 * C), (C, C), (C, 4 * C), (4 * C, C)]
@@ -198,12 +205,20 @@ def time_gemms(model: str, seq_len: int, batch: int, steps: int = 3) -> dict[str
     weights = [torch.randn(b, a) for a, b in shapes]
     xs = {a: torch.randn(n, a) for a, _ in shapes}
     ys = {b: torch.randn(n, b) for _, b in shapes}
+    heads, D = batch * config.n_head, C // config.n_head
+    q, k = torch.randn(heads, seq_len, D), torch.randn(heads, seq_len // 2, D)
+    p = torch.randn(heads, seq_len, seq_len // 2)
 
     def step() -> None:
         for (a, b), weight in zip(shapes, weights, strict=True):
             xs[a] @ weight.T
             ys[b] @ weight
             ys[b].T @ xs[a]
+        for _ in range(config.n_layer):
+            for _ in range(2):  # q k^T and p v; in backward the slopes of p, q, k and v
+                q @ k.mT
+                p @ k
+                p.mT @ q
 
     return timed(step, n, steps)
 

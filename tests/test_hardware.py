@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -267,3 +268,19 @@ def test_products_are_bf16_where_the_cpu_has_it_and_the_reason_is_said(
 ):
     dtype, line = hardware.autocast_dtype(name, torch.device("cpu"), flags)
     assert dtype == expected and line.endswith(f"({reason})")
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_freed_memory_is_kept_on_a_cpu(keep):
+    code = (
+        "import resource, sys, torch, hardware\n"
+        "if sys.argv[1] == 'True': hardware.keep_freed_memory(torch.device('cpu'))\n"
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "torch.ones(10_000_000); before = faults()\n"
+        "for _ in range(40): torch.ones(10_000_000)\n"
+        "print(faults() - before)"
+    )
+    command = [sys.executable, "-c", code, str(keep)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    pages = 40 * 40_000_000 // os.sysconf("SC_PAGE_SIZE")
+    assert int(done.stdout) < pages / 4 if keep else int(done.stdout) > pages / 2
