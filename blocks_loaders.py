@@ -2,46 +2,43 @@
 
 A loader yields from ``steps()``, for each optimizer step, the list of its micro-batches: dicts of
 ``input_ids`` int64 (B, T), ``mask`` bool (B, T), true on real tokens, and ``doc_ids`` int64 (B, T)
-when packed. ``epoch`` is that of the step last yielded; ``steps_per_epoch``, ``blocks_per_epoch``.
-``state_dict()`` is what was consumed, JSON-able and equal on all ranks; ``load_state_dict()``
-continues there; ``close()`` leaves nothing running.
+when packed. ``epoch`` is that of the step last yielded, ``blocks_per_epoch`` how many blocks one
+has. ``state_dict()`` is what was consumed, JSON-able and equal on all ranks; ``load_state_dict()``
+continues there; ``ledger()`` says where the tokens are, if it is known; ``close()`` leaves nothing
+running.
+
+``elastic.py`` and ``lancedb_stream.py`` read the corpus. The classes here read the blocks that
+``build_packed_datasets.py`` wrote, for comparison: ``--blocks-mode`` chooses one.
 """
 
 import argparse
-import multiprocessing
-import os
-import signal
-import threading
+import json
+from collections import deque
 from collections.abc import Iterator
-from contextlib import closing
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from itertools import islice
+from pathlib import Path
 
+import lance
 import lancedb
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
-from lancedb.streaming import StreamingDataLoader, StreamingDataset
 
-from common import check_ids
 from distributed import World
+from feed import Batch, documents_by_eos
 from flags import not_negative, positive, seed
 from tokenizer import Tokenizer
 
-Batch = dict[str, torch.Tensor]
-
-# lancedb.streaming can mark padding only by an id. One past the vocabulary would hide an id that is
-# off by one; this one no token column of up to 32 bits can hold.
-PAD_ID = -(1 << 40)
-
 ELASTIC_FLAGS = ("--shuffle-clump", "--no-shuffle", "--prefetch-mb")
 LANCEDB_FLAGS = (
-    "--num-workers",
-    "--mp-context",
-    "--read-batch-size",
-    "--io-queue-depth",
-    "--transform-parallelism",
-    "--transform-queue-depth",
+    *("--num-workers", "--mp-context", "--read-batch-size", "--io-queue-depth"),
+    *("--transform-parallelism", "--transform-queue-depth"),
 )
+MANIFEST = "manifest.json"
+CACHED_GROUPS = 64  # row groups that parquet-random keeps, of 64 blocks each: 8 MB at T = 1,024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--pack", action="store_true", help="pack documents into full blocks")
     group.add_argument("--shuffle-seed", type=seed, default=42, help="order of the documents")
     group = parser.add_argument_group("loader")
-    group.add_argument("--loader", choices=["elastic", "lancedb"], default="elastic")
+    group.add_argument("--loader", choices=["elastic", "lancedb"], help="default: elastic")
     group.add_argument(
         "--num-splits",
         type=not_negative,
@@ -72,7 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="caps an epoch, blocks (empty: all there are; auto: lancedb's estimate)",
     )
     group.add_argument(
-        "--num-workers", type=not_negative, default=0, help="lancedb: loader processes per rank"
+        "--num-workers",
+        type=not_negative,
+        default=0,
+        help="lancedb, mosaic: loader processes per rank",
     )
     group.add_argument("--mp-context", choices=["forkserver", "spawn"], default="forkserver")
     group.add_argument("--read-batch-size", type=positive, default=8, help="lancedb: rows per take")
@@ -91,28 +91,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="lancedb: cap on transformed rows per split, in read batches (0: its default)",
     )
-    group.add_argument("--blocks-mode", choices=["off"], default="off", help="A/B: not built yet")
-    group.add_argument("--blocks-path", default="", help="A/B: the pre-packed blocks")
+    group.add_argument(
+        "--blocks-mode",
+        choices=["off", "elastic", "lancedb", *ARMS],
+        default="off",
+        help="A/B: read packed blocks instead of the table",
+    )
+    group.add_argument(
+        "--blocks-path", default="", help="A/B: what build_packed_datasets.py wrote (--out)"
+    )
+
+
+def loader_name(args: argparse.Namespace) -> str:
+    """Which loader ``--loader`` and ``--blocks-mode`` ask for. Raises SystemExit where they differ
+    or where the blocks are not named."""
+    mode, loader = args.blocks_mode, args.loader
+    if mode == "off":
+        return loader or "elastic"
+    if loader and loader != mode:
+        raise SystemExit(f"--loader {loader} and --blocks-mode {mode} differ: give one of them")
+    if mode in ARMS and not args.blocks_path:
+        raise SystemExit(
+            f"--blocks-mode {mode} needs --blocks-path: the --out of build_packed_datasets.py"
+        )
+    return mode
 
 
 def without_effect(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
     """Flags that were given and that the chosen loader does not read."""
-    unread = [*(ELASTIC_FLAGS if args.loader == "lancedb" else LANCEDB_FLAGS)]
-    if args.blocks_mode == "off":
-        unread.append("--blocks-path")
-    if args.loader == "lancedb" and not args.pack:
-        unread.append("--blocks-per-epoch")
+    name = loader_name(args)
+    unread = [] if name in ARMS else ["--blocks-path"]
+    if name != "elastic":
+        unread += ["--shuffle-clump"]
+    if name == "lancedb":
+        unread += ["--no-shuffle", "--prefetch-mb"] + ["--blocks-per-epoch"] * (not args.pack)
+    else:
+        unread += [f for f in LANCEDB_FLAGS if name != "mosaic" or f not in LANCEDB_FLAGS[:2]]
     names = {flag: flag.removeprefix("--").replace("-", "_") for flag in unread}
     return [flag for flag, name in names.items() if getattr(args, name) != parser.get_default(name)]
 
 
-class LanceDBStream:
-    """``lancedb.streaming`` as it comes: the reference, and an arm of the comparison.
+def read_manifest(path: Path) -> dict:
+    """What build_packed_datasets.py says of the blocks in ``path``. Raises SystemExit."""
+    try:
+        return json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise SystemExit(
+            f"--blocks-path {path}: no {MANIFEST} to read ({error}): build the blocks with "
+            "python build_packed_datasets.py"
+        ) from None
 
-    Its limits are refused with SystemExit: splits must be a multiple of ranks x workers and divide
-    batch x ranks, the global batch is batch x ranks x accumulation, and a resume needs the same
-    world size. An epoch is cut to whole steps; short splits are padded and surplus rows dropped.
-    """
+
+class PackedBlocks:
+    """Packed blocks as a run reads them: what all arms share. ``format`` is their directory."""
+
+    format = ""
 
     def __init__(
         self,
@@ -124,224 +157,296 @@ class LanceDBStream:
         global_batch: int,
         world: World,
     ) -> None:
-        self.table, self.args, self.world, self.where = table, args, world, where
-        self.tokenizer, self.eos_id = tokenizer, tokenizer.eos_id
-        self.global_batch = global_batch
-        self.accumulation = global_batch // (args.batch_size * world.size)
-        self.num_splits = args.num_splits or args.batch_size * world.size
-        self._check_splits()
-        self.epoch, self.steps_done, self._resume_state = 0, 0, None
-        self.dataset, self._running = None, None
-        rows = table.count_rows(where)
-        if rows < self.num_splits:
+        root = Path(args.blocks_path)
+        manifest = read_manifest(root)
+        if self.format and self.format not in manifest["formats"]:
             raise SystemExit(
-                f"--loader lancedb: {rows:,} documents do not fill {self.num_splits} splits: lower "
-                "--batch-size or --num-splits"
+                f"--blocks-mode {args.blocks_mode}: {root} has no {self.format}: python "
+                f"build_packed_datasets.py --out {root} --formats {self.format}"
             )
-        self.blocks_per_epoch = self._count_blocks()
-        self.steps_per_epoch = self.blocks_per_epoch // self.global_batch
-        self.line = f"loader         lancedb.streaming, {self.num_splits:,} splits"
+        for flag, was, ours in (
+            ("--seq-len", manifest["seq_len"], args.seq_len),
+            (
+                "--tokenizer",
+                manifest["tokenizer"],
+                f"{tokenizer.fingerprint}, EOS {tokenizer.eos_id}",
+            ),
+        ):
+            if was != ours:
+                raise SystemExit(f"--blocks-path {root}: {flag} was {was}, is {ours}")
+        self.path, self.manifest, self.args = root / self.format, manifest, args
+        self.world, self.global_batch, self.consumed = world, global_batch, 0
+        self.eos_id, self.dtype = tokenizer.eos_id, np.dtype(manifest["dtype"])
+        self.blocks_per_epoch = manifest["blocks"]
+        self.slots = world.share(global_batch)
+        self.micro_batches = -(-global_batch // (args.batch_size * world.size))
+        self.line = f"loader         {args.blocks_mode}, {self.blocks_per_epoch:,} packed blocks"
+        self.plan_seconds = 0.0
 
-    def steps(self) -> Iterator[list[Batch]]:
-        """Micro-batches of one step after the other, epoch after epoch, without end."""
-        self._running = self._steps()
-        return self._running
-
-    def _steps(self) -> Iterator[list[Batch]]:
-        while True:
-            if self.steps_done < self.steps_per_epoch:
-                yield from self._epoch_steps()
-            self.epoch, self.steps_done, self._resume_state = self.epoch + 1, 0, None
+    @property
+    def epoch(self) -> int:
+        return max(self.consumed - 1, 0) // self.blocks_per_epoch
 
     def state_dict(self) -> dict:
-        """What the trainer consumed. A collective call: each rank knows only its own splits."""
-        dataset = self._resume_state
-        if self.dataset is not None:
-            states = self.world.gather(self.dataset.state_dict())
-            dataset = StreamingDataset.merge_state_dicts(states)
         return {
-            "loader": "lancedb",
-            "world_size": self.world.size,
-            "global_batch": self.global_batch,
-            "where": self.where,
-            "pack": self.args.pack,
-            "epoch": self.epoch,
-            "steps_done": self.steps_done,
-            "dataset": dataset,
+            "loader": self.args.blocks_mode,
+            "consumed": self.consumed,
+            "blocks": self.manifest["hash"],
         }
 
     def load_state_dict(self, state: dict) -> None:
-        for field, ours in (
-            ("loader", "lancedb"),
-            ("world_size", self.world.size),
-            ("global_batch", self.global_batch),
-            ("where", self.where),
-            ("pack", self.args.pack),
-        ):
-            if state[field] != ours:
+        ours = self.state_dict()
+        for field in ("loader", "blocks"):
+            if state.get(field) != ours[field]:
                 raise SystemExit(
-                    f"--loader lancedb cannot resume with {field} {ours}: "
-                    f"the checkpoint has {state[field]}"
+                    f"--resume: {field} was {state.get(field)}, is {ours[field]} "
+                    "(--resume-data new begins with it)"
                 )
-        self.epoch, self.steps_done = state["epoch"], state["steps_done"]
-        self._resume_state = state["dataset"]
+        self.consumed = state["consumed"]
 
     def ledger(self) -> dict[str, int]:
-        """Not kept: lancedb.streaming does not say what it padded and dropped."""
+        """Not kept: a whole epoch of blocks is all that there is."""
         return {}
 
-    plan_seconds = 0.0  # it makes its plan in the first step's wait
-
     def queued_bytes(self) -> int:
-        """Not known: its raw queues are not to be looked into."""
         return 0
 
     def close(self) -> None:
-        if self._running is not None:
-            self._running.close()
+        """Nothing is open."""
 
-    def _epoch_steps(self) -> Iterator[list[Batch]]:
-        self.dataset = self.open_dataset(self.epoch, self.blocks_per_epoch)
-        if self._resume_state is not None:
-            try:
-                self.dataset.load_state_dict(self._resume_state)
-            except ValueError as error:
-                raise SystemExit(f"--loader lancedb cannot resume: {error}") from None
-        with closing(self._micro_batches(self.dataset)) as micro_batches:
-            for _ in range(self.steps_done, self.steps_per_epoch):
-                batches = list(islice(micro_batches, self.accumulation))
-                if len(batches) < self.accumulation:
-                    raise RuntimeError(f"lancedb.streaming ended epoch {self.epoch} early")
-                self.steps_done += 1
-                yield batches
+    def _step(self, blocks: np.ndarray) -> list[Batch]:
+        """This rank's blocks (n, T) of a step as micro-batches, the missing slots masked."""
+        size, T = self.args.batch_size, self.args.seq_len
+        ids = np.zeros((self.micro_batches * size, T), np.int64)
+        ids[: len(blocks)] = blocks
+        ids, full = torch.from_numpy(ids), torch.arange(len(ids)) < len(blocks)
+        mask = full[:, None].expand(-1, T).contiguous()
+        doc_ids = documents_by_eos(ids, self.eos_id)
+        return [
+            {"input_ids": i, "mask": m, "doc_ids": d}
+            for i, m, d in zip(ids.split(size), mask.split(size), doc_ids.split(size), strict=True)
+        ]
 
-    def _micro_batches(self, dataset: StreamingDataset) -> Iterator[Batch]:
-        """Batches of ``--batch-size``, composed alike for any number of workers.
 
-        The DataLoader deals whole batches to its workers in turn and each worker reads its own
-        splits, so a micro-batch is one share from each, put back into the splits' order.
-        """
-        workers, size = self.args.num_workers, self.args.batch_size
-        shares = max(workers, 1)
-        loader = StreamingDataLoader(
-            dataset,
-            batch_size=size // shares,
-            num_workers=workers,
-            multiprocessing_context=self.args.mp_context if workers else None,
-            worker_init_fn=leave_with_parent,
+class IndexedBlocks(PackedBlocks):
+    """Blocks that can be read by number, read ahead by one thread.
+
+    Shuffled all together anew in every epoch or, with ``--no-shuffle``, in the manifest's order:
+    the order of the packing, which is a shuffle of the documents.
+    """
+
+    def read(self, numbers: np.ndarray) -> np.ndarray:
+        """Blocks ``numbers`` int64 (n,), as (n, T)."""
+        raise NotImplementedError
+
+    def steps(self) -> Iterator[list[Batch]]:
+        step_bytes = len(self.slots) * self.args.seq_len * self.dtype.itemsize
+        ahead = max(1, min(64, (self.args.prefetch_mb << 20) // step_bytes))
+        self.pending: deque[Future[np.ndarray]] = deque()
+        first = self.consumed
+        self.thread = ThreadPoolExecutor(1, "blocks-reader")
+        while True:
+            while len(self.pending) < ahead:
+                self.pending.append(self.thread.submit(self._read_step, first))
+                first += self.global_batch
+            blocks = self.pending.popleft().result()
+            self.consumed += self.global_batch
+            yield self._step(blocks)
+
+    def queued_bytes(self) -> int:
+        return sum(f.result().nbytes for f in self.pending if f.done())
+
+    def close(self) -> None:
+        if hasattr(self, "thread"):
+            self.thread.shutdown(wait=True, cancel_futures=True)
+
+    def _read_step(self, first: int) -> np.ndarray:
+        """This rank's share of the step that begins with block ``first`` of all epochs."""
+        numbers = first + np.array(self.slots)
+        return self.read(
+            np.array(
+                [
+                    self._order(n // self.blocks_per_epoch)[n % self.blocks_per_epoch]
+                    for n in numbers
+                ]
+            )
         )
-        batches = iter(loader)
-        while parts := list(islice(batches, shares)):
-            if len(parts) < shares or len(parts[-1]["input_ids"]) < size // shares:
-                return  # rows that do not fill a batch, at an epoch's end in row mode
-            stacked = {k: torch.stack([part[k] for part in parts]) for k in parts[0]}
-            ordered = {name: self._in_split_order(v) for name, v in stacked.items()}
-            yield self._contract(ordered)
 
-    def _in_split_order(self, parts: torch.Tensor) -> torch.Tensor:
-        """(workers, blocks per worker, T) to (batch, T): cycle by cycle over all splits."""
-        workers, _, T = parts.shape
-        cycles = self.args.batch_size * self.world.size // self.num_splits
-        return parts.view(workers, cycles, -1, T).transpose(0, 1).reshape(-1, T)
+    def _order(self, epoch: int) -> np.ndarray:
+        if self.args.no_shuffle:
+            return np.arange(self.blocks_per_epoch)
+        return shuffled(self.blocks_per_epoch, self.args.shuffle_seed, epoch)
 
-    def _contract(self, batch: Batch) -> Batch:
-        """Mark padding by the mask and check the ids. Raises SystemExit for an unknown id."""
-        ids = batch["input_ids"]
-        mask = batch.get("mask", ids != PAD_ID)
-        ids = ids.masked_fill(~mask, self.eos_id)
-        check_ids(ids, self.tokenizer, self.args)
-        batch = {**batch, "input_ids": ids, "mask": mask}
-        if self.args.pack:  # it does not say where documents end, but by EOS
-            batch["doc_ids"] = torch.nn.functional.pad(ids == self.eos_id, (1, -1)).cumsum(1)
-        return batch
 
-    def open_dataset(self, epoch: int, blocks: int | str | None) -> StreamingDataset:
+@lru_cache(maxsize=2)  # a step may lie in two epochs
+def shuffled(blocks: int, seed: int, epoch: int) -> np.ndarray:
+    """A permutation of the blocks: the same on every rank."""
+    return np.random.default_rng((seed, epoch)).permutation(blocks)
+
+
+class LanceBlocks(IndexedBlocks):
+    """A Lance table of fixed-size lists, taken by row number."""
+
+    format = "lance"
+
+    def read(self, numbers: np.ndarray) -> np.ndarray:
+        if not hasattr(self, "dataset"):
+            self.dataset = lance.dataset(self.path / "blocks.lance")
+        column = self.dataset.take(numbers.tolist(), columns=["input_ids"]).column(0)
+        return fixed_size_rows(column, self.args.seq_len)
+
+
+class MemmapBlocks(IndexedBlocks):
+    """A flat file of token ids, mapped."""
+
+    format = "memmap"
+
+    def read(self, numbers: np.ndarray) -> np.ndarray:
+        if not hasattr(self, "data"):
+            data = np.memmap(self.path / "blocks.bin", self.dtype, "r")
+            self.data = data.reshape(-1, self.args.seq_len)
+        return self.data[numbers]
+
+
+class ParquetRandomBlocks(IndexedBlocks):
+    """One Parquet file of small row groups: a row costs its group, so groups are kept a while."""
+
+    format = "parquet-random"
+
+    def read(self, numbers: np.ndarray) -> np.ndarray:
+        if not hasattr(self, "file"):
+            self.file = pq.ParquetFile(self.path / "blocks.parquet", memory_map=True)
+            self.group = lru_cache(CACHED_GROUPS)(self._group)
+            rows = [
+                self.file.metadata.row_group(i).num_rows for i in range(self.file.num_row_groups)
+            ]
+            self.ends = np.cumsum(rows)
+        groups = np.searchsorted(self.ends, numbers, side="right")
+        begins = np.where(groups > 0, self.ends[groups - 1], 0)
+        return np.stack(
+            [self.group(int(g))[n - b] for g, n, b in zip(groups, numbers, begins, strict=True)]
+        )
+
+    def _group(self, number: int) -> np.ndarray:
+        column = self.file.read_row_group(number, columns=["input_ids"]).column(0)
+        return fixed_size_rows(column, self.args.seq_len)
+
+
+class ParquetSeqBlocks(PackedBlocks):
+    """Parquet shards that were shuffled when they were written, read from the first to the last.
+
+    Every rank reads every row group and keeps its blocks of each step: the same steps on any
+    number of ranks, at the price of reading what other ranks train on.
+    """
+
+    format = "parquet-seq"
+
+    def steps(self) -> Iterator[list[Batch]]:
+        blocks = self._blocks(self.consumed)
+        while True:
+            step = list(islice(blocks, self.global_batch))
+            self.consumed += self.global_batch
+            yield self._step(np.stack(step[self.slots.start : self.slots.stop]))
+
+    def _blocks(self, first: int) -> Iterator[np.ndarray]:
+        """All blocks (T,) from number ``first`` of all epochs on; whole shards and groups before it
+        are skipped unread."""
+        skip = first % self.blocks_per_epoch
+        while True:
+            for shard in sorted(self.path.glob("*.parquet")):
+                with pq.ParquetFile(shard, memory_map=True) as file:
+                    for group in range(file.num_row_groups):
+                        rows = file.metadata.row_group(group).num_rows
+                        if skip < rows:
+                            column = file.read_row_group(group, columns=["input_ids"]).column(0)
+                            yield from fixed_size_rows(column, self.args.seq_len)[skip:]
+                        skip = max(0, skip - rows)
+
+
+class MosaicBlocks(PackedBlocks):
+    """MosaicML Streaming from local MDS shards. Its shuffle decides the order; one canonical node
+    keeps that on any number of ranks."""
+
+    format = "mds"
+
+    def steps(self) -> Iterator[list[Batch]]:
+        streaming = require_package("streaming", "mosaicml-streaming", "mosaic")
         args = self.args
-        packing = {
-            "pack_sequences": args.seq_len,
-            "eos_id": self.eos_id,
-            "pad_id": PAD_ID,
-            "blocks_per_epoch": blocks,
-        }
-        rows = {"transform": DocumentBlocks(args.seq_len, self.eos_id)}
-        return StreamingDataset(
-            self.table,
-            num_splits=self.num_splits,
+        if self.global_batch != args.batch_size * self.world.size * self.micro_batches:
+            raise SystemExit(
+                f"--blocks-mode mosaic: --global-batch {self.global_batch} must be a multiple of "
+                f"--batch-size {args.batch_size} x {self.world.size} ranks"
+            )
+        streaming.base.util.clean_stale_shared_memory()
+        dataset = streaming.StreamingDataset(
+            local=str(self.path),
+            shuffle=not args.no_shuffle,
             shuffle_seed=args.shuffle_seed,
-            epoch=epoch,
-            rank=self.world.rank,
-            world_size=self.world.size,
-            read_batch_size=args.read_batch_size,
-            io_queue_depth=args.io_queue_depth,
-            transform_parallelism=args.transform_parallelism,
-            transform_queue_depth=args.transform_queue_depth or None,
-            columns=[args.tokens_column],
-            filter=self.where,
-            **(packing if args.pack else rows),
+            batch_size=args.batch_size,
+            num_canonical_nodes=1,
         )
-
-    def _check_splits(self) -> None:
-        batch, world, workers = self.args.batch_size, self.world.size, self.args.num_workers
-        unit = world * max(workers, 1)
-        if self.num_splits % unit or batch * world % self.num_splits:
-            raise SystemExit(
-                f"--loader lancedb: --num-splits {self.num_splits} must be a multiple of {world} "
-                f"ranks x {max(workers, 1)} workers and divide {batch} blocks x {world} ranks: "
-                f"change --num-splits, --batch-size or --num-workers"
-            )
-        if self.global_batch != batch * world * self.accumulation:
-            raise SystemExit(
-                f"--loader lancedb: --global-batch {self.global_batch} must be a multiple of "
-                f"--batch-size {batch} x {world} ranks"
-            )
-
-    def _count_blocks(self) -> int:
-        """Blocks of an epoch: documents in row mode, else from n_tokens or as the flag says."""
-        if not self.args.pack:
-            rows = self.table.count_rows(self.where)
-            return rows - rows % self.num_splits
-        if self.args.blocks_per_epoch == "auto":
-            return self.open_dataset(0, "auto").state_dict()["blocks_per_epoch"]
-        if self.args.blocks_per_epoch:
-            return self._blocks_flag()
-        scan = self.table.search().select(["n_tokens"]).where(self.where).to_batches()
-        lengths = (batch.column("n_tokens").to_numpy() for batch in scan)
-        tokens = sum(int(n.sum(dtype=np.int64)) + len(n) for n in lengths)  # + 1 EOS each
-        blocks = tokens // self.args.seq_len
-        return blocks - blocks % self.global_batch
-
-    def _blocks_flag(self) -> int:
-        given = self.args.blocks_per_epoch
-        if not given.isdigit() or int(given) == 0 or int(given) % self.num_splits:
-            raise SystemExit(
-                f"--blocks-per-epoch {given}: give auto or a multiple of {self.num_splits} splits"
-            )
-        return int(given)
+        loader = streaming.StreamingDataLoader(
+            dataset,
+            batch_size=args.batch_size,
+            collate_fn=stack_tokens,
+            num_workers=args.num_workers,
+            multiprocessing_context=args.mp_context if args.num_workers else None,
+            drop_last=True,
+        )
+        steps = self.blocks_per_epoch // self.global_batch
+        while True:
+            epoch, done = divmod(self.consumed, self.blocks_per_epoch)
+            state = {"epoch": epoch, "sample_in_epoch": done, "num_canonical_nodes": 1}
+            state |= {"shuffle_seed": args.shuffle_seed, "initial_physical_nodes": 1}
+            dataset.load_state_dict(state)
+            batches = iter(loader)
+            for _ in range(done // self.global_batch, steps):
+                blocks = torch.cat(list(islice(batches, self.micro_batches)))
+                self.consumed += self.global_batch
+                yield self._step(blocks.numpy())
+            # the epoch's last blocks, fewer than a step takes, are not trained on
+            self.consumed = (self.consumed // self.blocks_per_epoch + 1) * self.blocks_per_epoch
 
 
-def leave_with_parent(worker: int) -> None:
-    """End this loader process when its rank is gone: after a SIGKILL nobody else would."""
+class SyntheticBlocks(PackedBlocks):
+    """Random ids made once and given again and again: what a loader that costs nothing reaches."""
 
-    def wait() -> None:
-        multiprocessing.parent_process().join()
-        os.kill(os.getpid(), signal.SIGKILL)  # lancedb's threads would hold up any other exit
+    def steps(self) -> Iterator[list[Batch]]:
+        rng = np.random.default_rng(self.args.shuffle_seed)
+        shape = (len(self.slots), self.args.seq_len)
+        step = self._step(rng.integers(0, self.eos_id, shape))
+        while True:
+            self.consumed += self.global_batch
+            yield step
 
-    threading.Thread(target=wait, daemon=True).start()
+
+def fixed_size_rows(column: pa.ChunkedArray, seq_len: int) -> np.ndarray:
+    """The rows (n, T) of a column of fixed-size lists."""
+    values = column.combine_chunks()
+    values = values.chunk(0) if isinstance(values, pa.ChunkedArray) else values
+    return values.flatten().to_numpy().reshape(-1, seq_len)
 
 
-class DocumentBlocks:
-    """Row mode's transform: one document's tokens and EOS, cut or padded to ``seq_len``."""
+def stack_tokens(samples: list[dict]) -> torch.Tensor:
+    """Mosaic's collate function: int64 (B, T)."""
+    return torch.from_numpy(np.stack([s["tokens"] for s in samples]).astype(np.int64))
 
-    def __init__(self, seq_len: int, eos_id: int) -> None:
-        self.seq_len, self.eos_id = seq_len, eos_id
 
-    def __call__(self, batch: pa.RecordBatch) -> list[Batch]:
-        lists, T = batch.column(0), self.seq_len
-        blocks = []
-        for tokens in lists:
-            ids = np.full(T, self.eos_id, np.int64)
-            values = tokens.values.to_numpy(zero_copy_only=False)[:T]
-            ids[: len(values)] = values
-            mask = np.arange(T) <= len(values)  # EOS included, where it fits
-            blocks.append({"input_ids": torch.from_numpy(ids), "mask": torch.from_numpy(mask)})
-        return blocks
+def require_package(module: str, package: str, mode: str):
+    """An optional package's module. Raises SystemExit with how to get it."""
+    try:
+        return __import__(module, fromlist=["*"])
+    except ImportError as error:
+        raise SystemExit(
+            f"--blocks-mode {mode} needs the package: pip install {package} ({error})"
+        ) from None
+
+
+ARMS: dict[str, type[PackedBlocks]] = {
+    "lance": LanceBlocks,
+    "mosaic": MosaicBlocks,
+    "parquet-random": ParquetRandomBlocks,
+    "parquet-seq": ParquetSeqBlocks,
+    "memmap": MemmapBlocks,
+    "synthetic": SyntheticBlocks,
+}

@@ -37,6 +37,11 @@ def targets_of(batch: Batch, doc_mask: bool = False) -> torch.Tensor:
     return targets
 
 
+def documents_by_eos(input_ids: torch.Tensor, eos_id: int) -> torch.Tensor:
+    """``doc_ids`` of packed blocks (B, T) whose loader does not say where documents begin."""
+    return torch.nn.functional.pad(input_ids == eos_id, (1, -1)).cumsum(1)
+
+
 class CudaCopies:
     """Copies to a GPU (CUDA or HIP) on a stream of their own."""
 

@@ -17,6 +17,7 @@ import common
 import elastic
 import engine
 import hardware
+import lancedb_stream
 import metrics
 import model
 import profiling
@@ -40,7 +41,12 @@ MODEL_FLAGS = (
     "--seq-len",
     "--tokenizer",
 )
-Stream = elastic.ElasticStream | blocks_loaders.LanceDBStream
+Stream = elastic.ElasticStream | lancedb_stream.LanceDBStream | blocks_loaders.PackedBlocks
+LOADERS: dict[str, type[Stream]] = {
+    "elastic": elastic.ElasticStream,
+    "lancedb": lancedb_stream.LanceDBStream,
+    **blocks_loaders.ARMS,
+}
 MODULES = (
     *(common, model, blocks_loaders, elastic, engine, checkpoints),
     *(stopping, metrics, profiling, hardware),
@@ -185,13 +191,13 @@ def plan_run(
                 f"give at least {world.size}"
             )
         accumulation = -(-size // at_once)
-        loader = elastic.ElasticStream if args.loader == "elastic" else blocks_loaders.LanceDBStream
+        loader = LOADERS[blocks_loaders.loader_name(args)]
         stream = loader(
             data.table, args, data.where, data.tokenizer, global_batch=size, world=world
         )
         blocks = stream.blocks_per_epoch
         steps = args.steps or args.epochs * blocks // size
-        if steps == 0 or blocks == 0 or (args.loader == "lancedb" and blocks < size):
+        if steps == 0 or blocks == 0 or (blocks < size and loader is not elastic.ElasticStream):
             raise SystemExit(
                 f"no step to train: an epoch has {blocks:,} blocks, a step takes {size:,}: lower "
                 "--batch-size, --grad-accum, --global-batch or --seq-len, or train on more data"
@@ -206,7 +212,7 @@ def plan_run(
             qk_norm=args.qk_norm,
             tied=not args.untied,
         )
-        if args.doc_mask and not args.pack:
+        if args.doc_mask and not args.pack and args.blocks_mode not in blocks_loaders.ARMS:
             raise SystemExit("--doc-mask: only --pack puts several documents into a block")
         matched = must_match(args, data, config, schedule)
         check_match(args, start, matched)

@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
 import launch
 import plan
-from blocks_loaders import LanceDBStream
 from distributed import World
 from elastic import ElasticStream
 from flags import Parser, positive
+from lancedb_stream import LanceDBStream
 from plan import Cache, Order
 from scripts.benchmarking import Turn, figure, in_child, ratio, report, take_turns
 from tokenizer import ByteTokenizer

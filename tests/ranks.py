@@ -22,10 +22,10 @@ import checkpoints
 import common
 import distributed
 import launch
-from blocks_loaders import LanceDBStream
 from distributed import World, agreed
 from elastic import ElasticStream
 from engine import Engine
+from lancedb_stream import LanceDBStream
 from model import GPT, GPTConfig
 from tokenizer import ByteTokenizer
 

@@ -1,154 +1,140 @@
-"""Loaders: what their batches hold, against the documents themselves."""
+"""The arms of the comparison: each gives the manifest's blocks, once an epoch, on any ranks."""
 
-from itertools import pairwise
+import json
+from collections import Counter
+from itertools import islice
+from pathlib import Path
 
-import pyarrow as pa
+import numpy as np
 import pytest
 import torch
+from test_build_packed_datasets import T, blocks, memmap_rows  # noqa: F401  a fixture
 
-import common
+import blocks_loaders
 import launch
-from blocks_loaders import DocumentBlocks, LanceDBStream
+import train
+from blocks_loaders import ARMS, IndexedBlocks
 from distributed import World
-from tests.conftest import documents
 from tokenizer import ByteTokenizer
 
+REAL = [name for name in ARMS if name != "synthetic"]
 
-def open_stream(corpus, *flags: str) -> LanceDBStream:
-    args = launch.flag_parser().parse_args(["--db", str(corpus), "--seq-len", "64", *flags])
-    return LanceDBStream(
-        common.open_table(args),
-        args,
-        "id % 100 != 0",
-        ByteTokenizer(),
-        global_batch=args.global_batch or args.batch_size,
-        world=World(),
+
+def open_arm(name: str, path: Path, *flags: str, rank: int = 0, ranks: int = 1):
+    args = launch.flag_parser().parse_args(
+        ["--seq-len", str(T), "--blocks-mode", name, "--blocks-path", str(path), *flags]
     )
+    size = args.global_batch or args.batch_size * ranks
+    return ARMS[name](None, args, "", ByteTokenizer(), global_batch=size, world=World(rank, ranks))
 
 
-def epoch(stream) -> list[dict]:
-    steps = stream.steps()
-    batches = [batch for _ in range(stream.steps_per_epoch) for batch in next(steps)]
-    stream.close()
-    return batches
+def rows_of(step) -> list[list[int]]:
+    return [row.tolist() for batch in step for row in batch["input_ids"][batch["mask"].all(1)]]
 
 
-def test_row_mode_block_is_one_document_and_eos_cut_or_padded():
-    blocks = DocumentBlocks(seq_len=4, eos_id=9)
-    lists = pa.array([[1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5], []])
-    got = [
-        (b["input_ids"].tolist(), b["mask"].tolist())
-        for b in blocks(pa.record_batch([lists], ["t"]))
+def take(arm, steps: int) -> list[list[int]]:
+    rows = [row for step in islice(arm.steps(), steps) for row in rows_of(step)]
+    arm.close()
+    return rows
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_an_epoch_is_the_manifests_blocks_once_each(blocks, name):  # noqa: F811
+    arm = open_arm(name, blocks, "--batch-size", "7")
+    steps = arm.blocks_per_epoch // 7
+    found, expected = take(arm, steps), memmap_rows(blocks / "memmap")
+    # mosaic and the next step leave a tail of less than a step
+    assert Counter(map(tuple, found)) <= Counter(map(tuple, expected))
+    assert len(found) == 7 * steps > len(expected) - 7
+    ordered = take(open_arm(name, blocks, "--batch-size", "7", "--no-shuffle"), steps)
+    assert ordered == expected[: 7 * steps]
+    assert (found == ordered) == (name == "parquet-seq")  # shuffled when it was written
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_resumed_arm_goes_on_behind_what_was_consumed(blocks, name):  # noqa: F811
+    flags = ("--batch-size", "9")
+    whole = take(open_arm(name, blocks, *flags), 5)
+    arm = open_arm(name, blocks, *flags)
+    steps = arm.steps()
+    first = [row for step in islice(steps, 2) for row in rows_of(step)]
+    state = json.loads(json.dumps(arm.state_dict()))
+    arm.close()
+    again = open_arm(name, blocks, *flags)
+    again.load_state_dict(state)
+    assert first + take(again, 3) == whole
+    with pytest.raises(SystemExit, match="--resume: loader was "):
+        again.load_state_dict(state | {"loader": "elastic"})
+
+
+@pytest.mark.parametrize("name", [n for n, arm in ARMS.items() if issubclass(arm, IndexedBlocks)])
+def test_ranks_divide_the_same_global_batches(blocks, name):  # noqa: F811
+    flags = ("--global-batch", "11", "--batch-size", "2")
+    whole = [rows_of(s) for s in islice(open_arm(name, blocks, *flags).steps(), 4)]
+    for ranks in (2, 3, 4):
+        arms = [open_arm(name, blocks, *flags, rank=r, ranks=ranks) for r in range(ranks)]
+        parts = [[rows_of(step) for step in islice(arm.steps(), 4)] for arm in arms]
+        for arm in arms:
+            arm.close()
+        joined = [[row for rows in step for row in rows] for step in zip(*parts, strict=True)]
+        assert joined == whole
+    again = [rows_of(s) for s in islice(open_arm("parquet-seq", blocks, *flags).steps(), 4)]
+    ordered = [
+        rows_of(s) for s in islice(open_arm(name, blocks, *flags, "--no-shuffle").steps(), 4)
     ]
-    t, f = True, False
-    assert got == [
-        ([1, 2, 9, 9], [t, t, t, f]),
-        ([1, 2, 3, 9], [t, t, t, t]),
-        ([1, 2, 3, 4], [t, t, t, t]),
-        ([1, 2, 3, 4], [t, t, t, t]),
-        ([9, 9, 9, 9], [t, f, f, f]),
-    ]
+    assert again == ordered
 
 
-def test_row_mode_epoch_is_the_filtered_documents_once_each(corpus):
-    batches = epoch(open_stream(corpus, "--batch-size", "9"))
-    got = [
-        tuple(row[m].tolist())
-        for b in batches
-        for row, m in zip(b["input_ids"], b["mask"], strict=True)
-    ]
-    texts = documents(300)
-    expected = [tuple([*texts[i].encode(), 256][:64]) for i in range(300) if i % 100]
-    assert len(got) == 297 and sorted(got) == sorted(expected)
+@pytest.mark.slow
+def test_arms_in_the_manifests_order_train_alike(corpus, blocks, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    losses = {}
+    for name in ("elastic", *REAL):
+        flags = ["--blocks-path", str(blocks)] if name in REAL else ["--pack"]
+        train.main(
+            ["--db", str(corpus), "--seq-len", str(T), "--batch-size", "4", "--steps", "5"]
+            + ["--blocks-mode", name, "--dtype", "fp32", "--log-every", "1", "--run-dir", name]
+            + flags
+            + (["--no-shuffle"] if name in REAL else [])
+        )
+        rows = [json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()]
+        losses[name] = [r["loss"] for r in rows if "loss" in r]
+    assert len(losses["elastic"]) == 5
+    assert all(found == losses["elastic"] for found in losses.values()), losses
 
 
-def test_packed_blocks_hold_documents_joined_by_eos(corpus):
-    batches = epoch(open_stream(corpus, "--pack", "--batch-size", "2", "--global-batch", "4"))
-    known = {tuple(text.encode()) for text in documents(300)}
-    whole = 0
-    for batch in batches:
-        assert batch["input_ids"].shape == batch["doc_ids"].shape == (2, 64)
-        for ids, docs, mask in zip(
-            batch["input_ids"], batch["doc_ids"], batch["mask"], strict=True
-        ):
-            ids, docs = ids[mask], docs[mask]
-            ends = (ids == 256).nonzero().flatten()
-            assert torch.equal(docs, (torch.cumsum(ids == 256, 0) - (ids == 256).long()))
-            for a, b in pairwise(ends):  # documents that lie wholly inside
-                assert tuple(ids[a + 1 : b].tolist()) in known
-                whole += 1
-    assert whole > 10
-
-
-def test_packed_epoch_is_counted_exactly(corpus):
-    stream = open_stream(corpus, "--pack", "--batch-size", "2")
-    texts = documents(300)
-    tokens = sum(len(texts[i]) + 1 for i in range(300) if i % 100)
-    assert stream.blocks_per_epoch == tokens // 64 // 2 * 2
-    assert len(epoch(stream)) == stream.steps_per_epoch == tokens // 64 // 2
-
-
-def test_epochs_are_shuffled_differently(corpus):
-    stream = open_stream(corpus, "--batch-size", "9")
-    steps = stream.steps()
-    first, second = ([next(steps) for _ in range(stream.steps_per_epoch)] for _ in range(2))
-    stream.close()
-    assert stream.epoch == 1
-    first, second = (torch.cat([s[0]["input_ids"] for s in e]) for e in (first, second))
-    assert not torch.equal(first, second)
-    assert sorted(first.tolist()) == sorted(second.tolist())
-
-
-@pytest.mark.parametrize("mode", [("--pack",), ()])
-def test_state_continues_behind_what_was_consumed(corpus, mode):
-    flags = ("--batch-size", "4", "--seq-len", "256", *mode)
-    whole = open_stream(corpus, *flags)
-    steps = whole.steps()
-    expected = [next(steps)[0] for _ in range(whole.steps_per_epoch + 2)]
-    whole.close()
-    for stop in (1, whole.steps_per_epoch - 1, whole.steps_per_epoch, whole.steps_per_epoch + 1):
-        first = open_stream(corpus, *flags)
-        steps = first.steps()
-        for _ in range(stop):
-            next(steps)
-        state = first.state_dict()
-        first.close()
-        second = open_stream(corpus, *flags)
-        second.load_state_dict(state)
-        steps = second.steps()
-        for batch in expected[stop:]:
-            (got,) = next(steps)
-            assert all(torch.equal(got[k], batch[k]) for k in batch)
-        second.close()
-
-
-def test_estimate_of_an_epoch_is_near_the_count(corpus):
-    exact = open_stream(corpus, "--pack", "--batch-size", "2")
-    with pytest.warns(UserWarning, match="approximate"):
-        estimate = open_stream(corpus, "--pack", "--batch-size", "2", "--blocks-per-epoch", "auto")
-    assert abs(estimate.blocks_per_epoch - exact.blocks_per_epoch) < 0.5 * exact.blocks_per_epoch
+def test_synthetic_blocks_cost_nothing_and_never_end(blocks):  # noqa: F811
+    arm = open_arm("synthetic", blocks, "--batch-size", "3")
+    first, second = (step[0]["input_ids"] for step in islice(arm.steps(), 2))
+    assert first.shape == (3, T) and first is second and first.dtype == torch.int64
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--num-splits", "3"), "--num-splits 3 must be a multiple of 1 ranks x 1 workers"),
-        (("--num-workers", "3"), "--num-splits 8 must be a multiple of 1 ranks x 3 workers"),
-        (
-            ("--global-batch", "12"),
-            "--global-batch 12 must be a multiple of --batch-size 8 x 1 ranks",
-        ),
-        (("--pack", "--blocks-per-epoch", "9"), "--blocks-per-epoch 9: give auto or a multiple"),
+        (("--blocks-mode", "memmap"), "--blocks-mode memmap needs --blocks-path"),
+        (("--loader", "elastic", "--blocks-mode", "lancedb"), "elastic and --blocks-mode lancedb"),
+        (("--blocks-mode", "memmap", "--blocks-path", "none"), "no manifest.json to read"),
     ],
 )
-def test_limits_of_lancedb_streaming_are_refused_in_one_line(corpus, flags, words):
-    with pytest.raises(SystemExit) as refusal:
-        open_stream(corpus, *flags)
-    assert words in str(refusal.value) and "\n" not in str(refusal.value)
+def test_bad_modes_are_refused_in_one_line(corpus, tmp_path, monkeypatch, flags, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=words) as refused:
+        train.main(["--db", str(corpus), "--steps", "1", "--pack", *flags])
+    assert "\n" not in str(refused.value)
 
 
-def test_resume_on_another_world_size_is_refused(corpus):
-    stream = open_stream(corpus)
-    state = stream.state_dict() | {"world_size": 2}
-    with pytest.raises(SystemExit, match="world_size 1: the checkpoint has 2"):
-        stream.load_state_dict(state)
+def test_blocks_of_another_length_or_tokenizer_and_missing_formats_are_refused(blocks, tmp_path):  # noqa: F811
+    with pytest.raises(SystemExit, match=f"--seq-len was {T}, is 64"):
+        open_arm("memmap", blocks, "--seq-len", "64")
+    manifest = json.loads((blocks / "manifest.json").read_text())
+    manifest["formats"].pop("lance")
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(SystemExit, match="has no lance: python build_packed_datasets.py"):
+        open_arm("lance", tmp_path)
+
+
+def test_shuffles_differ_by_epoch_and_seed_and_are_permutations():
+    orders = [blocks_loaders.shuffled(100, *key) for key in ((1, 0), (1, 1), (2, 0))]
+    assert all(np.array_equal(np.sort(order), np.arange(100)) for order in orders)
+    assert len({order.tobytes() for order in orders}) == 3

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 import common
 import launch
 import reader
-from blocks_loaders import LanceDBStream
 from distributed import World
 from elastic import ElasticStream
+from lancedb_stream import LanceDBStream
 from reader import ring_permitted
 from tests.conftest import ROOT
 from tokenizer import ByteTokenizer

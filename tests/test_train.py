@@ -748,7 +748,7 @@ def test_flags_have_the_missions_names_and_defaults():
         "compile_mode": "default", "log_every": 10, "eval_every": 0, "eval_batches": 8,
         "ckpt_every": 100, "resume": "", "blocks_mode": "off", "blocks_path": "",
         "weight_decay": 0.1, "grad_clip": 1.0, "seed": 1234, "min_lr_ratio": 0.0, "filter": "",
-        "global_batch": 0, "loader": "elastic", "device": "auto", "id_column": "id",
+        "global_batch": 0, "loader": None, "device": "auto", "id_column": "id",
         "text_column": "text", "tokens_column": "input_ids",
     }  # fmt: skip
     assert {name: getattr(flags, name) for name in expected} == expected
