@@ -117,6 +117,8 @@ def figures(turns: list[dict], names: set[str]) -> dict[str, dict]:
         "loss_time_bf16": ("loss_ours_bf16", "loss_plain_bf16", "step_s"),
         "ddp_2": ("ddp_together", "ddp_apart", "tokens_per_s"),
     }
+    for name in EXCHANGES:
+        of[f"ddp_{name}"] = (f"exchange_{name}", "exchange_as_it_is", "tokens_per_s")
     found = {name: ratio(turns, a, b, what) for name, (a, b, what) in of.items() if {a, b} <= names}
     units = {"step_s": "s", "tokens_per_s": "tok/s", "peak_mb": "MB", "mfu": "of peak"}
     units |= {"loop_overhead": "of a step", "warm_up_s": "s"}
@@ -299,6 +301,7 @@ def time_one_of_pair(
     folder: str, seq_len: int, accumulation: int, options: dict
 ) -> dict[str, float]:
     torch.set_num_threads(1)
+    hardware.keep_freed_memory(torch.device("cpu"))
     bf16, ddp = options.pop("bf16", False), engine_module.DistributedDataParallel
     engine_module.DistributedDataParallel = lambda model, **own: ddp(model, **own | options)
     world = distributed.join(distributed.world_from_environ(), torch.device("cpu"), 300)
