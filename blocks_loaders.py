@@ -192,11 +192,13 @@ class PackedBlocks:
             "loader": self.args.blocks_mode,
             "consumed": self.consumed,
             "blocks": self.manifest["hash"],
+            "shuffle_seed": self.args.shuffle_seed,
+            "no_shuffle": self.args.no_shuffle,
         }
 
     def load_state_dict(self, state: dict) -> None:
         ours = self.state_dict()
-        for field in ("loader", "blocks"):
+        for field in ("loader", "blocks", "shuffle_seed", "no_shuffle"):
             if state.get(field) != ours[field]:
                 raise SystemExit(
                     f"--resume: {field} was {state.get(field)}, is {ours[field]} "

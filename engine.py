@@ -86,6 +86,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--compile-mode", choices=modes, default="default")
 
 
+def without_effect(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, ranks: int
+) -> list[str]:
+    """Flags that were given and that decide nothing."""
+    unread = [] if args.compile else ["compile_mode"]
+    unread += [] if ranks > 1 else ["ddp_bucket_mb", "ddp_bf16"]
+    unread += [] if args.schedule == "wsd" else ["decay_ratio"]
+    given = [name for name in unread if getattr(args, name) != parser.get_default(name)]
+    return [f"--{name.replace('_', '-')}" for name in given]
+
+
 def learning_rate(
     step: int,
     peak: float,
@@ -154,7 +165,7 @@ class Engine:
             self.replica = DistributedDataParallel(
                 self.compiled,
                 device_ids=ids,
-                broadcast_buffers=False,
+                forward_sync_buffers=False,
                 bucket_cap_mb=bucket_mb,
                 gradient_as_bucket_view=True,
             )
@@ -213,10 +224,10 @@ class Engine:
         Returns float64 scalars on the device, equal on all ranks: ``loss`` (nats per target over
         the global batch) and ``loss_1024`` of its first FIRST positions, ``grad_norm`` (before
         clipping), ``targets``, ``tokens``, ``skipped``: 1 when loss or gradient was not finite or a
-        spike, which leaves parameters and optimizers unchanged, ``skips_in_a_row``, ``stop``: how
-        many ranks gave ``stop``, ``z_mean``: the mean log-sum-exp of the logits, ``z_max``: the
-        largest on this rank, and with ``module_norms`` ``weight_norm/<module>`` before the step and
-        ``gradient_norm/<module>`` before clipping.
+        spike, which leaves parameters and optimizers unchanged, ``skips_in_a_row``: the most since
+        the launch, ``stop``: how many ranks gave ``stop``, ``z_mean``: the mean log-sum-exp of the
+        logits, ``z_max``: the largest on this rank, and with ``module_norms``
+        ``weight_norm/<module>`` before the step and ``gradient_norm/<module>`` before clipping.
         """
         if self.reduced and stop:
             raise RuntimeError("gradients() has counted the ranks that wish to stop: stop later")
@@ -239,7 +250,7 @@ class Engine:
             "targets": targets,
             "tokens": sums["tokens"],
             "skipped": skipped.double(),
-            "skips_in_a_row": self.spikes.skips_in_a_row.double(),
+            "skips_in_a_row": self.spikes.most_skips_in_a_row.double(),
             "stop": sums["stop"],
             "z_mean": sums["z"] / targets,
             "z_max": self.z_max,

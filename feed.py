@@ -7,7 +7,6 @@ the last one: nobody waits for a copy but the batch's own step.
 from typing import NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from attention import Documents, documents_of
 from loss import IGNORE
@@ -48,54 +47,64 @@ class CudaCopies:
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
 
-    def ahead(self) -> torch.cuda.StreamContext:
-        return torch.cuda.stream(self.stream)
-
     def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, pin_memory=True)
 
     def to_device(self, pinned: torch.Tensor) -> torch.Tensor:
         return pinned.to(self.device, non_blocking=True)
 
-    def started(self) -> torch.cuda.Event:
-        """An event behind all that is queued on the stream; ``synchronize`` waits for it."""
-        return self.stream.record_event()
+    def queued(self) -> torch.cuda.Event:
+        """An event behind all that the model has to do by now."""
+        return torch.cuda.current_stream(self.device).record_event()
 
-    def hand_over(self, inputs: Inputs, event: torch.cuda.Event) -> None:
-        """Let the current stream use them once they are there, and keep their memory until then."""
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(event)
-        for tensor in tree_leaves(inputs):
-            if isinstance(tensor, torch.Tensor):
-                tensor.record_stream(current)
+    def ahead(self, event: torch.cuda.Event | None) -> torch.cuda.StreamContext:
+        """Inside, work goes to the own stream, behind ``event``."""
+        if event is not None:
+            self.stream.wait_event(event)
+        return torch.cuda.stream(self.stream)
+
+    def handed_over(self) -> torch.cuda.Event:
+        """An event behind all copies by now, which the model's stream waits for."""
+        event = self.stream.record_event()
+        torch.cuda.current_stream(self.device).wait_event(event)
+        return event
 
 
 class Feed:
-    """``feed(batch)`` gives the Inputs. ``copies`` is how they get to the device, None on a CPU."""
+    """``feed(batch)`` gives the Inputs. ``copies`` is how they get to the device, None on a CPU.
+
+    What a call makes on the stream of its own is held until the model is done with it: the call
+    after the next lets go of it, and makes its own behind what was queued up to the call between
+    them. So no memory is used again too early, and a copy waits for the step before the last only.
+    """
 
     def __init__(self, device: torch.device, doc_mask: bool, copies=None) -> None:
         self.doc_mask, self.flex = doc_mask, device.type == "cuda"
         self.copies = CudaCopies(device) if copies is None and self.flex else copies
         self.buffers: list[Batch] = [{} for _ in range(BUFFERS)]
-        self.events = [None] * BUFFERS
+        self.copied = [None] * BUFFERS  # events
+        self.held: list[Inputs | None] = [None] * BUFFERS
+        self.queued = None  # at the last call
         self.turn = 0
 
     def __call__(self, batch: Batch) -> Inputs:
         if self.copies is None:
             return self._prepared(batch)
-        buffers, event = self.buffers[self.turn], self.events[self.turn]
-        if event is not None:
-            event.synchronize()  # what was copied from these buffers is there
+        turn, buffers = self.turn, self.buffers[self.turn]
+        if self.copied[turn] is not None:
+            self.copied[turn].synchronize()  # what was copied from these buffers is there
         for name, tensor in batch.items():
             if name not in buffers or buffers[name].shape != tensor.shape:
                 buffers[name] = self.copies.pinned_like(tensor)
             buffers[name].copy_(tensor)
-        with self.copies.ahead():
-            inputs = self._prepared({k: self.copies.to_device(t) for k, t in buffers.items()})
-        event = self.events[self.turn] = self.copies.started()
-        self.copies.hand_over(inputs, event)
-        self.turn = (self.turn + 1) % BUFFERS
-        return inputs
+        before, self.queued = self.queued, self.copies.queued()
+        with self.copies.ahead(before):
+            self.held[turn] = None
+            there = {name: self.copies.to_device(buffers[name]) for name in batch}
+            self.held[turn] = self._prepared(there)
+        self.copied[turn] = self.copies.handed_over()
+        self.turn = (turn + 1) % BUFFERS
+        return self.held[turn]
 
     def _prepared(self, batch: Batch) -> Inputs:
         documents = documents_of(batch["doc_ids"], self.flex) if self.doc_mask else None

@@ -29,7 +29,7 @@ from flags import Parser, not_negative, positive, seed
 OWN_FLAGS = {"db", "plan_cache"}  # paths that may differ between nodes
 TUNED = (  # may change, and is said
     *("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "grad_clip"),
-    *("z_loss", "skip_spikes"),
+    *("decay_ratio", "z_loss", "skip_spikes", "dtype", "ddp_bf16"),
 )
 # that decide which weights there are and what they mean
 MODEL_FLAGS = (
@@ -101,7 +101,7 @@ class Start:
             return [fresh] * bool(args.resume) + [init] * bool(args.init_from)
         was, now = self.record["flags"], vars(args)
         changed = [k for k in TUNED if was.get(k, now[k]) != now[k]]
-        changed = [f"--{k.replace('_', '-')} {was[k]:g} -> {now[k]:g}" for k in changed]
+        changed = [f"--{k.replace('_', '-')} {was[k]} -> {now[k]}" for k in changed]
         lines = [f"resumed        {path} at step {self.step:,}", *notes]
         if args.init_from:
             lines.append("--init-from is not read: the run has a checkpoint")

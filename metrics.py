@@ -207,7 +207,7 @@ class RunLog:
                     print(line, flush=True)
                 except OSError:  # such as `| head`
                     self.console, sys.stdout = False, open(os.devnull, "w")
-            with self._noted():
+            with self.noted():
                 print(line, file=self.text, flush=True)
 
     def record(self, values: dict) -> None:
@@ -219,7 +219,7 @@ class RunLog:
             return
         self.step = values["step"]
         finite = {k: None if _not_finite(v) else v for k, v in values.items()}
-        with self._noted():
+        with self.noted():
             print(json.dumps(finite), file=self.metrics, flush=True)
             for name, value in values.items():
                 if name != "step" and isinstance(value, int | float):
@@ -232,7 +232,7 @@ class RunLog:
         if not self.is_main:
             return
         partial = self.run_dir / f"{name}.partial"
-        with self._noted():
+        with self.noted():
             try:
                 partial.write_text(json.dumps(content, indent=1, default=str) + "\n")
                 partial.rename(self.run_dir / name)
@@ -246,7 +246,7 @@ class RunLog:
     def close(self) -> None:
         if self.is_main:
             for file in (self.metrics, self.text, self.board):
-                with self._noted():
+                with self.noted():
                     file.close()
             threading.excepthook = threading.__excepthook__
             if self.wandb:
@@ -259,7 +259,7 @@ class RunLog:
             threading.__excepthook__(args)
 
     @contextmanager
-    def _noted(self) -> Iterator[None]:
+    def noted(self) -> Iterator[None]:
         """An error of the disk is kept for the loop to see, which saves before it stops."""
         try:
             yield

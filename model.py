@@ -124,7 +124,8 @@ class CausalSelfAttention(nn.Module):
         qkv = self.c_attn(x).split(self.sizes, dim=-1)
         q, k, v = (part.view(B, T, -1, self.head).transpose(1, 2) for part in qkv)
         if self.qk_norm:
-            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+            wide = self.q_norm.weight.dtype  # autocast leaves norms to the dtypes they get
+            q, k = self.q_norm(q.to(wide)).to(v.dtype), self.k_norm(k.to(wide)).to(v.dtype)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         y = attend(q, k, v, mask)  # (B, heads, T, C / heads)

@@ -36,9 +36,13 @@ class Profile:
         self.run_dir, self.device = run_dir, device
         self.profiler: profile | None = None
 
-    def begin(self, step: int) -> list[str]:
-        """Call before each step. Returns what to say."""
-        if self.profiler is None and step in self.steps:
+    def due(self, step: int) -> bool:
+        """Whether tracing begins or ends before this step."""
+        return (step in self.steps) != (self.profiler is not None)
+
+    def turn(self, step: int) -> list[str]:
+        """Begin or end. Returns what to say. Raises OSError where the trace cannot be written."""
+        if step in self.steps:
             gpu = self.device.type == "cuda"
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpu
             self.profiler = profile(activities=activities, record_shapes=True)
@@ -46,17 +50,17 @@ class Profile:
                 torch.cuda.memory._record_memory_history(max_entries=200_000)
             self.profiler.start()
             self.first = step
-        elif self.profiler is not None and step not in self.steps:
-            return self.stop()
-        return []
+            return []
+        return self.stop()
 
     def stop(self) -> list[str]:
         if self.profiler is None:
             return []
-        self.profiler.stop()
+        profiler, self.profiler = self.profiler, None
+        profiler.stop()
         trace = self.run_dir / f"trace_step_{self.first:08}.json.gz"
-        self.profiler.export_chrome_trace(str(trace))
-        self.profiler, lines = None, [f"profile        {trace} (open it in ui.perfetto.dev)"]
+        profiler.export_chrome_trace(str(trace))
+        lines = [f"profile        {trace} (open it in ui.perfetto.dev)"]
         if self.device.type == "cuda":
             history = self.run_dir / f"memory_step_{self.first:08}.pickle"
             torch.cuda.memory._dump_snapshot(str(history))

@@ -17,6 +17,7 @@ class SpikeGuard:
         self.window = torch.zeros(2, self.WINDOW, dtype=torch.float64, device=device)
         self.good = torch.zeros((), dtype=torch.int64, device=device)  # steps so far
         self.skips_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+        self.most_skips_in_a_row = torch.zeros_like(self.skips_in_a_row)  # since the launch
 
     def judge(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         """Whether to skip the step of this loss and norm: bool, a scalar. It becomes one of the
@@ -37,6 +38,7 @@ class SpikeGuard:
         self.window.copy_(torch.where(here, values[:, None], self.window))
         self.good += ~skipped
         self.skips_in_a_row.copy_(torch.where(skipped, self.skips_in_a_row + 1, 0))
+        self.most_skips_in_a_row.clamp_(min=self.skips_in_a_row)
         return skipped
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -38,7 +38,8 @@ def main(argv: list[str] | None = None) -> None:
         print(f"no database yet: building the demo corpus in {common.DEFAULT_DB}", flush=True)
         demo.build(common.DEFAULT_DB)  # other ranks wait where the process group meets
     notices = hardware.apply_environment(world)  # before the first GPU call
-    if unread := blocks_loaders.without_effect(args, parser):
+    unread = blocks_loaders.without_effect(args, parser)
+    if unread := unread + engine.without_effect(args, parser, world.size):
         notices.append(f"without effect here: {', '.join(unread)}")
     torch.set_num_threads(hardware.cpu_threads(world.local_size) or torch.get_num_threads())
     device = hardware.choose_device(args.device, world.local_rank)
@@ -100,7 +101,9 @@ def train(
         warm_up = meter.last_pause
         steps = stream.steps()
         for step in range(start.step + 1, plan.steps + 1):
-            log.say(*profile.begin(step))
+            if profile.due(step):
+                with meter.pause(), log.noted():
+                    log.say(*profile.turn(step))
             lr = engine.learning_rate(step, **plan.schedule)
             with meter.wait():
                 batches = next(steps)
@@ -164,7 +167,8 @@ def train(
                 log.record({"step": step, "checkpoint_s": meter.last_pause})
             if stopped:
                 break
-        log.say(*profile.stop())
+        with log.noted():
+            log.say(*profile.stop())
         if step > start.step:
             segments = start.segments(plan.new_data) + [stream.ledger()]
             log.say(*metrics.ledger_lines(segments, int(totals[2])))
@@ -192,9 +196,10 @@ def too_many_skips(args: argparse.Namespace, stats: dict[str, float], world: Wor
     message = (
         f"{stats['skips_in_a_row']:.0f} steps in a row were skipped (--max-skips "
         f"{args.max_skips}), the last at loss {stats['loss']:.4g} and gradient norm "
-        f"{stats['grad_norm']:.4g}: go on from a checkpoint at a lower --lr, or at a higher "
-        f"--skip-spikes than {args.skip_spikes:g}"
+        f"{stats['grad_norm']:.4g}: go on from a checkpoint at a lower --lr"
     )
+    if args.skip_spikes:
+        message += f", or at a higher --skip-spikes than {args.skip_spikes:g}"
     raise SystemExit(message if world.is_main else 1)
 
 

@@ -8,11 +8,13 @@ Each measurement is a fresh process; arms take turns, a figure is the median ove
 """
 
 import argparse
+import contextlib
 import json
 import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +66,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     if args.gpu:
         hardware.choose_device("cuda", 0)  # or says why not
+    args.work.mkdir(parents=True, exist_ok=True)
     work = str(args.work.resolve())
     arms = gpu_arms() if args.gpu else ddp_arms(work) if args.ddp_options else cpu_arms(work)
     arms = {name: arm for name, arm in arms.items() if name.startswith(args.only)}
@@ -252,25 +255,24 @@ def time_loss(chunked: bool, dtype: str, steps: int = 2) -> dict[str, float]:
 
 def time_loop(work: str) -> dict[str, float]:
     """The share of a step of train.py that is neither forward and backward nor the optimizer."""
-    db, run = Path(work) / "loop_db", Path(work) / f"loop_{os.getpid()}"
+    db = Path(work) / "loop_db"
     if not db.exists():
         rng = np.random.default_rng(0)
         ids = [rng.integers(32, 127, 800).astype(np.uint16) for _ in range(2_000)]
         table = {"id": np.arange(1, 2_001), "n_tokens": np.full(2_000, 800, np.int32)}
         table["input_ids"] = pa.array(ids, pa.list_(pa.uint16()))
         lancedb.connect(db).create_table("corpus", pa.table(table))
-    with open(os.devnull, "w") as nowhere:
-        console, sys.stdout = sys.stdout, nowhere
-        train.main(
-            [
-                *("--db", str(db), "--pack", "--model", "tiny", "--steps", "40"),
-                *("--val-filter", "id % 1000 = 0", "--ckpt-every", "0", "--no-pin-tag"),
-                *("--run-dir", str(run / "log"), "--ckpt-dir", str(run / "checkpoints")),
-            ]
-        )
-        sys.stdout = console
-    records = map(json.loads, (run / "log" / "metrics.jsonl").read_text().splitlines())
-    steps = [r for r in records if "step_s" in r][1:]
+    with tempfile.TemporaryDirectory(dir=work) as run, open(os.devnull, "w") as nowhere:
+        with contextlib.redirect_stdout(nowhere):
+            train.main(
+                [
+                    *("--db", str(db), "--pack", "--model", "tiny", "--steps", "40"),
+                    *("--val-filter", "id % 1000 = 0", "--ckpt-every", "0", "--no-pin-tag"),
+                    *("--run-dir", f"{run}/log", "--ckpt-dir", f"{run}/checkpoints"),
+                ]
+            )
+        records = map(json.loads, Path(run, "log", "metrics.jsonl").read_text().splitlines())
+        steps = [r for r in records if "step_s" in r][1:]
     inside = sum(r["forward_backward_s"] + r["optimizer_s"] for r in steps)
     whole = sum(r["step_s"] for r in steps)
     return {"loop_overhead": 1 - inside / whole, "step_s": whole / len(steps)}
@@ -280,20 +282,17 @@ def time_pair(
     together: bool, work: str, seq_len: int, accumulation: int, options: dict | None = None
 ) -> dict[str, float]:
     """Two processes of one thread each: ranks of one run, or each alone, at the same time."""
-    folder = Path(work) / f"pair_{os.getpid()}"
-    folder.mkdir(parents=True)
-    arm = {"what": "one_of_pair", "folder": str(folder)}
-    arm |= {"seq_len": seq_len, "accumulation": accumulation, "options": options or {}}
-    command = [__file__, "--child", json.dumps(arm)]
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    arm = {"what": "one_of_pair", "seq_len": seq_len, "accumulation": accumulation}
+    start, environ = [sys.executable], os.environ | {"OMP_NUM_THREADS": "1"}
     if together:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        processes = [subprocess.Popen([*torchrun, "--standalone", *command], env=environ)]
-    else:
-        processes = [subprocess.Popen([sys.executable, *command], env=environ) for _ in range(2)]
-    if sum(process.wait() for process in processes):
-        raise SystemExit("a process of the pair failed")
-    results = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+        start += ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        arm |= {"folder": folder, "options": options or {}}
+        command = [*start, __file__, "--child", json.dumps(arm)]
+        processes = [subprocess.Popen(command, env=environ) for _ in range(1 if together else 2)]
+        if any(status := [process.wait() for process in processes]):
+            raise SystemExit(f"a process of the pair ended with {status}")
+        results = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     return {"tokens_per_s": sum(result["tokens_per_s"] for result in results)}
 
 
@@ -317,7 +316,10 @@ def time_one_of_pair(
     step()
     ready = Path(folder) / f"{os.getpid()}.ready"
     ready.touch()
+    deadline = time.monotonic() + 120
     while len(list(Path(folder).glob("*.ready"))) < 2:  # both at the same time
+        if time.monotonic() > deadline:
+            raise SystemExit("the other process is gone")
         time.sleep(0.05)
     result = timed(step, seq_len * accumulation, 2)
     (Path(folder) / f"{os.getpid()}.json").write_text(json.dumps(result))

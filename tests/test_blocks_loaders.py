@@ -65,6 +65,8 @@ def test_a_resumed_arm_goes_on_behind_what_was_consumed(blocks, name):  # noqa: 
     assert first + take(again, 3) == whole
     with pytest.raises(SystemExit, match="--resume: loader was "):
         again.load_state_dict(state | {"loader": "elastic"})
+    with pytest.raises(SystemExit, match="--resume: shuffle_seed was 42, is 7 "):
+        open_arm(name, blocks, *flags, "--shuffle-seed", "7").load_state_dict(state)
 
 
 @pytest.mark.parametrize("name", [n for n, arm in ARMS.items() if issubclass(arm, IndexedBlocks)])

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+import weakref
 
 import torch
 
@@ -14,9 +15,14 @@ class SlowDevice:
     """Copies as a GPU does: queued, done later, from whatever is in the buffer by then."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.queue, self.log = seconds, [], []
+        self.seconds, self.queue, self.log, self.steps = seconds, [], [], 0
 
-    def ahead(self):
+    def queued(self):
+        self.steps += 1
+        return self.steps
+
+    def ahead(self, event):
+        self.log.append(f"behind {event}")
         return contextlib.nullcontext()
 
     def pinned_like(self, tensor):
@@ -26,7 +32,7 @@ class SlowDevice:
         self.queue.append((pinned, torch.empty_like(pinned)))
         return self.queue[-1][1]
 
-    def started(self):
+    def handed_over(self):
         event, work, self.queue = Event(self.log), self.queue, []
         self.log.append(f"queued {event.number}")
 
@@ -37,11 +43,9 @@ class SlowDevice:
             self.log.append(f"copied {event.number}")
             event.done.set()
 
-        threading.Thread(target=copy).start()
+        event.thread = threading.Thread(target=copy)
+        event.thread.start()  # the test waits where a stream would by itself
         return event
-
-    def hand_over(self, inputs, event):
-        """A stream would wait by itself; the test waits where it looks."""
 
 
 class Event:
@@ -65,7 +69,7 @@ def test_a_buffer_is_not_filled_again_before_its_copy_is_done():
     device, Event.count = SlowDevice(0.05), 0
     feed = Feed(torch.device("cpu"), doc_mask=False, copies=device)
     inputs = [feed(batch(value)) for value in range(6)]
-    for event in feed.events:
+    for event in feed.copied:
         event.done.wait()
     assert [i.input_ids.unique().item() for i in inputs] == list(range(6))
     log = device.log
@@ -79,9 +83,32 @@ def test_the_next_batch_is_prepared_while_the_last_one_is_copied():
     feed = Feed(torch.device("cpu"), doc_mask=False, copies=device)
     feed(batch(0))
     feed(batch(1))
-    assert device.log == ["queued 0", "queued 1"]  # both under way, nobody waited
-    for event in feed.events:
+    # both under way, nobody waited
+    assert device.log == ["behind None", "queued 0", "behind 1", "queued 1"]
+    for event in feed.copied:
         event.done.wait()
+
+
+def test_inputs_are_held_until_the_step_that_uses_them_is_done():
+    """A call lets go of the Inputs of the call before the last, behind that call's step."""
+    device, Event.count = SlowDevice(0.0), 0
+    feed = Feed(torch.device("cpu"), doc_mask=True, copies=device)
+    alive = []
+    for value in range(5):
+        inputs = feed(batch(value) | {"doc_ids": torch.zeros(2, 4, dtype=torch.int64)})
+        alive.append([weakref.ref(inputs.input_ids), weakref.ref(inputs.documents.mask)])
+        device.queue.clear()  # the copying thread holds none
+        for event in feed.copied:
+            if event:
+                event.done.wait()
+                event.thread.join()
+        del inputs
+        for n, refs in enumerate(alive):
+            assert all((ref() is not None) == (n >= value - 1) for ref in refs), (n, value)
+    # call n works behind what was queued before call n - 1, which is the step of call n - 2
+    assert [line for line in device.log if "behind" in line] == [
+        f"behind {n}" for n in (None, 1, 2, 3, 4)
+    ]
 
 
 def test_targets_end_with_the_document_under_the_mask():

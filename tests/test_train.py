@@ -144,6 +144,19 @@ def test_run_that_skips_too_often_ends_in_one_line(corpus):
     assert json.loads(state.read_text())["state"] == "failed"
 
 
+def test_too_many_skips_between_two_log_lines_end_the_run_at_the_next(corpus):
+    flags = ("--lr", "1e6", "--warmup-steps", "0", "--grad-clip", "0", "--max-skips", "3")
+    line = refusal("--db", str(corpus), "--steps", "60", "--log-every", "50", *flags)
+    assert "(--max-skips 3)" in line and line.endswith("go on from a checkpoint at a lower --lr")
+
+
+def test_trace_that_cannot_be_written_saves_and_stops_in_one_line(corpus):
+    Path("r/trace_step_00000002.json.gz").mkdir(parents=True)
+    line = refusal("--db", str(corpus), "--steps", "9", "--run-dir", "r", "--profile", "2:1")
+    assert line.startswith("--run-dir r: ") and "trace_step_00000002.json.gz" in line
+    assert len(list(Path("checkpoints").glob("*/step_*"))) == 1
+
+
 def test_row_mode_trains_on_documents_cut_and_padded(corpus):
     train.main(
         ["--db", str(corpus), "--steps", "3", "--seq-len", "64", "--batch-size", "4"]
@@ -172,6 +185,11 @@ def test_length_in_epochs_is_whole_passes(corpus, capsys):
     rows = [r for r in records("r") if "loss" in r]
     blocks = json.loads(Path("r/config.json").read_text())["derived"]["blocks_per_epoch"]
     assert len(rows) == 2 * blocks // 16 and {r["epoch"] for r in rows} == {0, 1}
+
+
+def test_notices_name_flags_of_the_step_that_decide_nothing(corpus, capsys):
+    go(corpus, "--steps", "1", "--decay-ratio", "0.5", "--ddp-bf16", "--compile-mode", "default")
+    assert "without effect here: --ddp-bf16, --decay-ratio\n" in capsys.readouterr().out
 
 
 def test_notices_name_what_is_ignored_or_shortened(corpus, capsys):
@@ -591,7 +609,7 @@ def test_bad_flag_is_refused_in_one_line(corpus, flags, words):
 @pytest.mark.parametrize(
     "flags",
     [
-        *(("--epochs", "0"), ("--batch-size", "0"), ("--steps", "-1"), ("--blocks-mode", "lance")),
+        *(("--epochs", "0"), ("--batch-size", "0"), ("--steps", "-1"), ("--blocks-mode", "foo")),
         *(("--lr", "nan"), ("--lr", "-1"), ("--grad-clip", "-1"), ("--min-lr-ratio", "7")),
         *(("--weight-decay", "nan"), ("--seq-len", "1"), ("--min-score", "nan")),
         *(("--seed", "-1"), ("--shuffle-seed", str(10**30)), ("--compile-mode", "foo")),
