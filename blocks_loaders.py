@@ -14,9 +14,9 @@ running.
 import argparse
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
 
@@ -120,7 +120,7 @@ def loader_name(args: argparse.Namespace) -> str:
 def without_effect(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
     """Flags that were given and that the chosen loader does not read."""
     name = loader_name(args)
-    unread = [] if name in ARMS else ["--blocks-path"]
+    unread = ["--num-splits", "--blocks-per-epoch"] if name in ARMS else ["--blocks-path"]
     if name != "elastic":
         unread += ["--shuffle-clump"]
     if name == "lancedb":
@@ -237,6 +237,11 @@ class IndexedBlocks(PackedBlocks):
     the order of the packing, which is a shuffle of the documents.
     """
 
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.pending: deque[Future[np.ndarray]] = deque()
+        self.thread = ThreadPoolExecutor(1, "blocks-reader")
+
     def read(self, numbers: np.ndarray) -> np.ndarray:
         """Blocks ``numbers`` int64 (n,), as (n, T)."""
         raise NotImplementedError
@@ -244,9 +249,7 @@ class IndexedBlocks(PackedBlocks):
     def steps(self) -> Iterator[list[Batch]]:
         step_bytes = len(self.slots) * self.args.seq_len * self.dtype.itemsize
         ahead = max(1, min(64, (self.args.prefetch_mb << 20) // step_bytes))
-        self.pending: deque[Future[np.ndarray]] = deque()
         first = self.consumed
-        self.thread = ThreadPoolExecutor(1, "blocks-reader")
         while True:
             while len(self.pending) < ahead:
                 self.pending.append(self.thread.submit(self._read_step, first))
@@ -259,25 +262,17 @@ class IndexedBlocks(PackedBlocks):
         return sum(f.result().nbytes for f in self.pending if f.done())
 
     def close(self) -> None:
-        if hasattr(self, "thread"):
-            self.thread.shutdown(wait=True, cancel_futures=True)
+        self.thread.shutdown(wait=True, cancel_futures=True)
 
     def _read_step(self, first: int) -> np.ndarray:
         """This rank's share of the step that begins with block ``first`` of all epochs."""
-        numbers = first + np.array(self.slots)
-        return self.read(
-            np.array(
-                [
-                    self._order(n // self.blocks_per_epoch)[n % self.blocks_per_epoch]
-                    for n in numbers
-                ]
-            )
-        )
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if self.args.no_shuffle:
-            return np.arange(self.blocks_per_epoch)
-        return shuffled(self.blocks_per_epoch, self.args.shuffle_seed, epoch)
+        B, seed = self.blocks_per_epoch, self.args.shuffle_seed
+        epochs, numbers = np.divmod(first + np.array(self.slots), B)
+        if not self.args.no_shuffle:
+            for epoch in np.unique(epochs):
+                here = epochs == epoch
+                numbers[here] = shuffled(B, seed, int(epoch))[numbers[here]]
+        return self.read(numbers)
 
 
 @lru_cache(maxsize=2)  # a step may lie in two epochs
@@ -291,9 +286,11 @@ class LanceBlocks(IndexedBlocks):
 
     format = "lance"
 
+    @cached_property
+    def dataset(self) -> lance.LanceDataset:
+        return lance.dataset(self.path / "blocks.lance")
+
     def read(self, numbers: np.ndarray) -> np.ndarray:
-        if not hasattr(self, "dataset"):
-            self.dataset = lance.dataset(self.path / "blocks.lance")
         column = self.dataset.take(numbers.tolist(), columns=["input_ids"]).column(0)
         return fixed_size_rows(column, self.args.seq_len)
 
@@ -303,10 +300,12 @@ class MemmapBlocks(IndexedBlocks):
 
     format = "memmap"
 
+    @cached_property
+    def data(self) -> np.ndarray:
+        flat = np.memmap(self.path / "blocks.bin", self.dtype, "r")
+        return flat.reshape(-1, self.args.seq_len)
+
     def read(self, numbers: np.ndarray) -> np.ndarray:
-        if not hasattr(self, "data"):
-            data = np.memmap(self.path / "blocks.bin", self.dtype, "r")
-            self.data = data.reshape(-1, self.args.seq_len)
         return self.data[numbers]
 
 
@@ -315,16 +314,23 @@ class ParquetRandomBlocks(IndexedBlocks):
 
     format = "parquet-random"
 
+    @cached_property
+    def file(self) -> pq.ParquetFile:
+        return pq.ParquetFile(self.path / "blocks.parquet", memory_map=True)
+
+    @cached_property
+    def begins(self) -> np.ndarray:
+        """The first block of each row group."""
+        rows = [self.file.metadata.row_group(i).num_rows for i in range(self.file.num_row_groups)]
+        return np.cumsum(rows) - rows
+
+    @cached_property
+    def group(self) -> Callable[[int], np.ndarray]:
+        return lru_cache(CACHED_GROUPS)(self._group)
+
     def read(self, numbers: np.ndarray) -> np.ndarray:
-        if not hasattr(self, "file"):
-            self.file = pq.ParquetFile(self.path / "blocks.parquet", memory_map=True)
-            self.group = lru_cache(CACHED_GROUPS)(self._group)
-            rows = [
-                self.file.metadata.row_group(i).num_rows for i in range(self.file.num_row_groups)
-            ]
-            self.ends = np.cumsum(rows)
-        groups = np.searchsorted(self.ends, numbers, side="right")
-        begins = np.where(groups > 0, self.ends[groups - 1], 0)
+        groups = np.searchsorted(self.begins, numbers, side="right") - 1
+        begins = self.begins[groups]
         return np.stack(
             [self.group(int(g))[n - b] for g, n, b in zip(groups, numbers, begins, strict=True)]
         )
