@@ -28,13 +28,14 @@ import pyarrow.parquet as pq
 import torch
 
 from distributed import World
+from elastic import Slots
 from feed import Batch, documents_by_eos
-from flags import not_negative, positive, seed
-from tokenizer import Tokenizer
+from flags import given, not_negative, positive, require_package, seed
+from tokenizer import Tokenizer, brief
 
-ELASTIC_FLAGS = ("--shuffle-clump", "--no-shuffle", "--prefetch-mb")
+WORKER_FLAGS = ("--num-workers", "--mp-context")
 LANCEDB_FLAGS = (
-    *("--num-workers", "--mp-context", "--read-batch-size", "--io-queue-depth"),
+    *("--read-batch-size", "--io-queue-depth"),
     *("--transform-parallelism", "--transform-queue-depth"),
 )
 MANIFEST = "manifest.json"
@@ -126,9 +127,10 @@ def without_effect(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
     if name == "lancedb":
         unread += ["--no-shuffle", "--prefetch-mb"] + ["--blocks-per-epoch"] * (not args.pack)
     else:
-        unread += [f for f in LANCEDB_FLAGS if name != "mosaic" or f not in LANCEDB_FLAGS[:2]]
-    names = {flag: flag.removeprefix("--").replace("-", "_") for flag in unread}
-    return [flag for flag, name in names.items() if getattr(args, name) != parser.get_default(name)]
+        unread += LANCEDB_FLAGS
+    if name not in ("lancedb", "mosaic"):
+        unread += WORKER_FLAGS
+    return given(args, parser, unread)
 
 
 def read_manifest(path: Path) -> dict:
@@ -166,11 +168,7 @@ class PackedBlocks:
             )
         for flag, was, ours in (
             ("--seq-len", manifest["seq_len"], args.seq_len),
-            (
-                "--tokenizer",
-                manifest["tokenizer"],
-                f"{tokenizer.fingerprint}, EOS {tokenizer.eos_id}",
-            ),
+            ("--tokenizer", manifest["tokenizer"], brief(tokenizer)),
         ):
             if was != ours:
                 raise SystemExit(f"--blocks-path {root}: {flag} was {was}, is {ours}")
@@ -178,8 +176,7 @@ class PackedBlocks:
         self.world, self.global_batch, self.consumed = world, global_batch, 0
         self.eos_id, self.dtype = tokenizer.eos_id, np.dtype(manifest["dtype"])
         self.blocks_per_epoch = manifest["blocks"]
-        self.slots = world.share(global_batch)
-        self.micro_batches = -(-global_batch // (args.batch_size * world.size))
+        self.slots = Slots(global_batch, args.batch_size, args.seq_len, world)
         self.line = f"loader         {args.blocks_mode}, {self.blocks_per_epoch:,} packed blocks"
         self.plan_seconds = 0.0
 
@@ -217,17 +214,10 @@ class PackedBlocks:
         """Nothing is open."""
 
     def _step(self, blocks: np.ndarray) -> list[Batch]:
-        """This rank's blocks (n, T) of a step as micro-batches, the missing slots masked."""
-        size, T = self.args.batch_size, self.args.seq_len
-        ids = np.zeros((self.micro_batches * size, T), np.int64)
-        ids[: len(blocks)] = blocks
-        ids, full = torch.from_numpy(ids), torch.arange(len(ids)) < len(blocks)
-        mask = full[:, None].expand(-1, T).contiguous()
-        doc_ids = documents_by_eos(ids, self.eos_id)
-        return [
-            {"input_ids": i, "mask": m, "doc_ids": d}
-            for i, m, d in zip(ids.split(size), mask.split(size), doc_ids.split(size), strict=True)
-        ]
+        """This rank's blocks (n, T) of a step as micro-batches."""
+        ids = blocks.astype(np.int64)
+        doc_ids = documents_by_eos(torch.from_numpy(ids), self.eos_id).numpy()
+        return self.slots.micro_batches({"input_ids": ids, "doc_ids": doc_ids})
 
 
 class IndexedBlocks(PackedBlocks):
@@ -247,7 +237,7 @@ class IndexedBlocks(PackedBlocks):
         raise NotImplementedError
 
     def steps(self) -> Iterator[list[Batch]]:
-        step_bytes = len(self.slots) * self.args.seq_len * self.dtype.itemsize
+        step_bytes = len(self.slots.mine) * self.args.seq_len * self.dtype.itemsize
         ahead = max(1, min(64, (self.args.prefetch_mb << 20) // step_bytes))
         first = self.consumed
         while True:
@@ -267,7 +257,7 @@ class IndexedBlocks(PackedBlocks):
     def _read_step(self, first: int) -> np.ndarray:
         """This rank's share of the step that begins with block ``first`` of all epochs."""
         B, seed = self.blocks_per_epoch, self.args.shuffle_seed
-        epochs, numbers = np.divmod(first + np.array(self.slots), B)
+        epochs, numbers = np.divmod(first + np.array(self.slots.mine), B)
         if not self.args.no_shuffle:
             for epoch in np.unique(epochs):
                 here = epochs == epoch
@@ -354,7 +344,7 @@ class ParquetSeqBlocks(PackedBlocks):
         while True:
             step = list(islice(blocks, self.global_batch))
             self.consumed += self.global_batch
-            yield self._step(np.stack(step[self.slots.start : self.slots.stop]))
+            yield self._step(np.stack([step[i] for i in self.slots.mine]))
 
     def _blocks(self, first: int) -> Iterator[np.ndarray]:
         """All blocks (T,) from number ``first`` of all epochs on; whole shards and groups before it
@@ -378,9 +368,9 @@ class MosaicBlocks(PackedBlocks):
     format = "mds"
 
     def steps(self) -> Iterator[list[Batch]]:
-        streaming = require_package("streaming", "mosaicml-streaming", "mosaic")
+        streaming = require_package("streaming", "--blocks-mode mosaic", "mosaicml-streaming")
         args = self.args
-        if self.global_batch != args.batch_size * self.world.size * self.micro_batches:
+        if self.global_batch != args.batch_size * self.world.size * self.slots.accumulation:
             raise SystemExit(
                 f"--blocks-mode mosaic: --global-batch {self.global_batch} must be a multiple of "
                 f"--batch-size {args.batch_size} x {self.world.size} ranks"
@@ -409,7 +399,7 @@ class MosaicBlocks(PackedBlocks):
             dataset.load_state_dict(state)
             batches = iter(loader)
             for _ in range(done // self.global_batch, steps):
-                blocks = torch.cat(list(islice(batches, self.micro_batches)))
+                blocks = torch.cat(list(islice(batches, self.slots.accumulation)))
                 self.consumed += self.global_batch
                 yield self._step(blocks.numpy())
             # the epoch's last blocks, fewer than a step takes, are not trained on
@@ -421,7 +411,7 @@ class SyntheticBlocks(PackedBlocks):
 
     def steps(self) -> Iterator[list[Batch]]:
         rng = np.random.default_rng(self.args.shuffle_seed)
-        shape = (len(self.slots), self.args.seq_len)
+        shape = (len(self.slots.mine), self.args.seq_len)
         step = self._step(rng.integers(0, self.eos_id, shape))
         while True:
             self.consumed += self.global_batch
@@ -438,16 +428,6 @@ def fixed_size_rows(column: pa.ChunkedArray, seq_len: int) -> np.ndarray:
 def stack_tokens(samples: list[dict]) -> torch.Tensor:
     """Mosaic's collate function: int64 (B, T)."""
     return torch.from_numpy(np.stack([s["tokens"] for s in samples]).astype(np.int64))
-
-
-def require_package(module: str, package: str, mode: str):
-    """An optional package's module. Raises SystemExit with how to get it."""
-    try:
-        return __import__(module, fromlist=["*"])
-    except ImportError as error:
-        raise SystemExit(
-            f"--blocks-mode {mode} needs the package: pip install {package} ({error})"
-        ) from None
 
 
 ARMS: dict[str, type[PackedBlocks]] = {

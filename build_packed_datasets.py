@@ -23,10 +23,10 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 import launch
-from blocks_loaders import MANIFEST, require_package
+from blocks_loaders import MANIFEST
 from distributed import World
 from elastic import ElasticStream
-from flags import not_empty
+from flags import not_empty, require_package
 
 READ = 64  # blocks read at once, and rows of a group of parquet-random
 SHARD = 4096  # blocks of a Parquet shard or a Lance fragment; 8 MB at T = 1,024
@@ -115,7 +115,7 @@ class MemmapWriter(Writer):
 
 class MDSBlocksWriter(Writer):
     def open(self) -> None:
-        streaming = require_package("streaming", "mosaicml-streaming", "mosaic")
+        streaming = require_package("streaming", "--formats mds", "mosaicml-streaming")
         columns = {"tokens": f"ndarray:{self.dtype.name}:{self.seq_len}"}
         self.mds = streaming.MDSWriter(out=str(self.to), columns=columns, progress_bar=False)
 

@@ -22,12 +22,11 @@ import torch
 import plan
 import reader
 from distributed import World
-from flags import positive
+from feed import Batch
+from flags import dest, positive
 from plan import Arrays, Cache, Order, scan, scan_key, write_order
 from reader import Blocks, Reader
-from tokenizer import Tokenizer
-
-Batch = dict[str, torch.Tensor]
+from tokenizer import Tokenizer, brief
 
 DEFAULT_SPLITS = 64
 # flags that decide which tokens are in which block, compared on resume
@@ -68,6 +67,34 @@ class Lanes:
         return lane * q + np.minimum(lane, r) + index
 
 
+class Slots:
+    """A rank's places in a global batch, dealt to micro-batches of ``batch_size`` blocks.
+
+    All ranks have as many micro-batches; ``mine`` are the positions in the global batch that this
+    one fills, and what is left of its last micro-batches is masked.
+    """
+
+    def __init__(self, global_batch: int, batch_size: int, seq_len: int, world: World) -> None:
+        self.mine = world.share(global_batch)
+        self.accumulation = -(-global_batch // (batch_size * world.size))
+        self.batch_size, self.shape = batch_size, (self.accumulation * batch_size, seq_len)
+        filled = torch.arange(self.shape[0]) < len(self.mine)
+        self.filled = filled[:, None].expand(self.shape).contiguous()
+
+    def micro_batches(self, columns: dict[str, np.ndarray]) -> list[Batch]:
+        """From arrays (n, T) of this rank's blocks of a step; integers become int64. A block
+        without a ``mask`` has no padding."""
+        step = {"mask": self.filled} | {name: self._padded(a) for name, a in columns.items()}
+        parts = {name: tensor.split(self.batch_size) for name, tensor in step.items()}
+        return [{name: part[i] for name, part in parts.items()} for i in range(self.accumulation)]
+
+    def _padded(self, values: np.ndarray) -> torch.Tensor:
+        """``values`` and zeros in the places that this rank does not fill."""
+        padded = np.zeros(self.shape, bool if values.dtype == bool else np.int64)
+        padded[: len(values)] = values
+        return torch.from_numpy(padded)
+
+
 # -----------------------------------------------------------------------------
 # the stream
 
@@ -98,12 +125,7 @@ class ElasticStream:
     ) -> None:
         dataset = table.to_lance()
         self.args, self.global_batch, self.consumed = args, global_batch, 0
-        self.slots = world.share(global_batch)  # positions in the global batch
-        self.micro_batches = -(-global_batch // (args.batch_size * world.size))
-        rows = self.micro_batches * args.batch_size
-        full = torch.arange(rows) < len(self.slots)  # packed blocks have no padding
-        full = full[:, None].expand(rows, args.seq_len).contiguous()
-        self.full = full.split(args.batch_size)
+        self.slots = Slots(global_batch, args.batch_size, args.seq_len, world)
         self.reader = Reader(dataset, args, tokenizer.eos_id, tokenizer.vocab_size)
         self.order = Order(not args.no_shuffle, args.shuffle_seed, args.shuffle_clump)
         self.cache = Cache(Path(args.plan_cache).expanduser(), args.plan_cache_gb << 30)
@@ -124,12 +146,12 @@ class ElasticStream:
         self.fingerprint = {
             "documents": "-".join(sums if args.shuffle_clump > 1 else sums[:2]),
             "--filter, --min-score, --val-filter": where,
-            "--tokenizer": f"{tokenizer.fingerprint}, EOS {tokenizer.eos_id}",
+            "--tokenizer": brief(tokenizer),
             "--num-splits": self.lanes.splits,
             "--blocks-per-epoch": self.blocks_per_epoch,
         }
         for flag in FLAGS:
-            self.fingerprint[flag] = getattr(args, flag.removeprefix("--").replace("-", "_"))
+            self.fingerprint[flag] = getattr(args, dest(flag))
         self.threads = (
             ThreadPoolExecutor(1, "elastic-reader"),
             ThreadPoolExecutor(1, "elastic-plan"),
@@ -144,7 +166,7 @@ class ElasticStream:
 
     def steps(self) -> Iterator[list[Batch]]:
         """Micro-batches of one step after the other, without end."""
-        step_bytes = len(self.slots) * self.reader.block_bytes
+        step_bytes = len(self.slots.mine) * self.reader.block_bytes
         most = (self.args.prefetch_mb << 20) // (step_bytes * WINDOWS)
         most = max(1, min(most, self.blocks_per_epoch // self.global_batch))
         ahead, steps = self.consumed, 1
@@ -240,7 +262,7 @@ class ElasticStream:
 
     def _read(self, first: int, steps: int) -> "Window":
         """This rank's share of ``steps`` steps from block ``first`` of the endless sequence on."""
-        each = first + np.arange(steps)[:, None] * self.global_batch + np.array(self.slots)
+        each = first + np.arange(steps)[:, None] * self.global_batch + np.array(self.slots.mine)
         epochs, blocks = np.divmod(each.ravel(), self.blocks_per_epoch)
         rows, parts, done = np.empty(len(blocks), np.int64), [], 0
         for epoch in np.unique(epochs):
@@ -260,22 +282,9 @@ class ElasticStream:
 
     def _step(self, blocks: Blocks, rows: np.ndarray) -> list[Batch]:
         """Blocks ``rows`` as micro-batches; slots beyond this rank's share are masked."""
-        step = {"input_ids": self._slots(blocks.ids[rows], np.int64)}
-        if self.args.pack:
-            step["doc_ids"] = self._slots(blocks.doc_ids[rows], np.int64)
-        else:
-            step["mask"] = self._slots(blocks.mask[rows], bool)
-        batches, size = [], self.args.batch_size
-        for i, full in enumerate(self.full):
-            batch = {k: torch.from_numpy(v[i * size : (i + 1) * size]) for k, v in step.items()}
-            batches.append({"mask": full, **batch})
-        return batches
-
-    def _slots(self, values: np.ndarray, dtype: type) -> np.ndarray:
-        """``values`` (n, T) and zeros in the slots that this rank does not fill."""
-        slots = np.zeros((self.micro_batches * self.args.batch_size, self.args.seq_len), dtype)
-        slots[: len(values)] = values
-        return slots
+        columns = {name: a[rows] for name, a in vars(blocks).items() if a is not None}
+        columns["input_ids"] = columns.pop("ids")
+        return self.slots.micro_batches(columns)
 
 
 def _cap(blocks: str) -> int:

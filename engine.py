@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from feed import Batch, Feed, Inputs
-from flags import fraction, magnitude, not_negative, positive
+from flags import fraction, given, magnitude, not_negative, positive
 from loss import IGNORE, Loss
 from model import GPT
 from optimizers import Optimizers
@@ -90,11 +90,10 @@ def without_effect(
     args: argparse.Namespace, parser: argparse.ArgumentParser, ranks: int
 ) -> list[str]:
     """Flags that were given and that decide nothing."""
-    unread = [] if args.compile else ["compile_mode"]
-    unread += [] if ranks > 1 else ["ddp_bucket_mb", "ddp_bf16"]
-    unread += [] if args.schedule == "wsd" else ["decay_ratio"]
-    given = [name for name in unread if getattr(args, name) != parser.get_default(name)]
-    return [f"--{name.replace('_', '-')}" for name in given]
+    unread = [] if args.compile else ["--compile-mode"]
+    unread += [] if ranks > 1 else ["--ddp-bucket-mb", "--ddp-bf16"]
+    unread += [] if args.schedule == "wsd" else ["--decay-ratio"]
+    return given(args, parser, unread)
 
 
 def learning_rate(
@@ -188,7 +187,8 @@ class Engine:
         for _ in range(2 if self.world_size > 1 else 1):  # DDP reorders in the second forward
             self._loss(self.replica, self.feed(empty)).total.backward()
             self.optimizers.zero_grad()
-        self.validate([empty])
+        if self.compiled is not self.model:
+            self.validate([empty])
 
     def micro_step(self, batch: Batch) -> None:
         """Forward and backward of one micro-batch: adds to the step's gradients."""

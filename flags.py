@@ -1,7 +1,10 @@
 """The command line: one-line errors, and the integer types that flags share."""
 
 import argparse
+import importlib
 import math
+from collections.abc import Iterable
+from types import ModuleType
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -19,6 +22,26 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         self.exit(2, f"{self.prog}: {message} (see --help)\n")
+
+
+def dest(flag: str) -> str:
+    """argparse's name of ``flag``: --grad-clip is grad_clip."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def given(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, flags: Iterable[str]
+) -> list[str]:
+    """Those of ``flags`` that have another value than their default."""
+    return [f for f in flags if getattr(args, dest(f)) != parser.get_default(dest(f))]
+
+
+def require_package(module: str, asked_by: str, install: str) -> ModuleType:
+    """The module of an optional package. Raises SystemExit, with how to get it, without one."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise SystemExit(f"{asked_by} needs the package: pip install {install} ({error})") from None
 
 
 def not_empty(text: str) -> str:

@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from distributed import World
-from flags import not_empty, not_negative, positive
+from flags import not_empty, not_negative, positive, require_package
 from profiling import device_readings
 
 
@@ -287,13 +288,9 @@ def cut_back(path: Path, step: int) -> Path:
     return path
 
 
-def require_wandb():
+def require_wandb() -> ModuleType:
     """The Weights & Biases package. Raises SystemExit where it is missing."""
-    try:
-        import wandb
-    except ImportError:
-        raise SystemExit("--wandb needs the package: pip install wandb") from None
-    return wandb
+    return require_package("wandb", "--wandb", "wandb")
 
 
 def start_wandb(project: str, run_dir: Path):

@@ -24,17 +24,15 @@ class SpikeGuard:
         good or one more of the skipped."""
         values = torch.stack([loss, norm])
         skipped = ~values.isfinite().all()
+        index = torch.arange(self.WINDOW, device=values.device)
         if self.deviations:
-            index = torch.arange(self.WINDOW, device=values.device)
             n = self.good.clamp(max=self.WINDOW)
-            known = index < n
             mean = self.window.sum(1) / n.clamp(min=1)
-            difference = torch.where(known, self.window - mean[:, None], 0)
+            difference = torch.where(index < n, self.window - mean[:, None], 0)
             deviation = (difference.square().sum(1) / n.clamp(min=1)).sqrt()
             beyond = (values - mean > self.deviations * deviation).any()
             skipped |= beyond & (n >= self.LEAST)
-        slot = self.good % self.WINDOW
-        here = (torch.arange(self.WINDOW, device=values.device) == slot) & ~skipped
+        here = (index == self.good % self.WINDOW) & ~skipped
         self.window.copy_(torch.where(here, values[:, None], self.window))
         self.good += ~skipped
         self.skips_in_a_row.copy_(torch.where(skipped, self.skips_in_a_row + 1, 0))

@@ -115,6 +115,11 @@ class SubwordTokenizer:
 Tokenizer = ByteTokenizer | SubwordTokenizer
 
 
+def brief(tokenizer: Tokenizer) -> str:
+    """What decides the ids of a stream of documents, in a few words."""
+    return f"{tokenizer.fingerprint}, EOS {tokenizer.eos_id}"
+
+
 def fingerprint(vocabulary: dict[str, int]) -> str:
     """SHA-256 of the vocabulary in id order, 16 hex digits."""
     digest = hashlib.sha256()

@@ -98,7 +98,7 @@ def train(
         if plan.steps > start.step and (world.size > 1 or args.compile):
             with meter.pause():  # compiling is not throughput
                 trainer.warm_up(args.batch_size, args.seq_len)
-        warm_up = meter.last_pause
+        first = {"warm_up_s": meter.last_pause}
         steps = stream.steps()
         for step in range(start.step + 1, plan.steps + 1):
             if profile.due(step):
@@ -108,8 +108,7 @@ def train(
             with meter.wait():
                 batches = next(steps)
             if step == start.step + 1:
-                first = {"first_batch_s": meter.waits[0], "plan_s": stream.plan_seconds}
-                first["warm_up_s"] = warm_up
+                first |= {"first_batch_s": meter.waits[0], "plan_s": stream.plan_seconds}
                 log.record({"step": step, **first})
                 log.say(metrics.first_batch_line(**first))
             with meter.span("forward_backward"):
@@ -148,7 +147,9 @@ def train(
                 if shown["skips_in_a_row"] >= args.max_skips:
                     too_many_skips(args, shown, world)
             if norms:
-                log.record({"step": step, **{k: v.item() for k, v in stats.items() if "/" in k}})
+                modules = {k: v for k, v in stats.items() if "/" in k}
+                each = torch.stack([*modules.values()]).tolist()
+                log.record({"step": step, **dict(zip(modules, each, strict=True))})
             if validation.tokens and (step == plan.steps or due(step, args.eval_every)):
                 with meter.pause():
                     result = trainer.validate(validation.batches, token_bytes)

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import common
+from flags import require_package
 
 MAX_DOCUMENT = 1 << 30  # bytes; Arrow counts the bytes of a string column in int32
 READ_BYTES = 1 << 20
@@ -202,10 +203,7 @@ def read_hf(dataset: Any, fields: Fields, start: int) -> Iterator[Record]:
 
 
 def load_hf(name: str, config: str, split: str) -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise SystemExit("hf: needs an extra package: pip install 'datasets>=4,<5'") from None
+    datasets = require_package("datasets", "hf:", "'datasets>=4,<5'")
     try:
         if Path(name, "dataset_dict.json").exists():  # written by DatasetDict.save_to_disk
             return datasets.load_from_disk(str(Path(name, split))).to_iterable_dataset()

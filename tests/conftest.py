@@ -52,6 +52,25 @@ def plan_cache(tmp_path_factory):
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
+PACKED_LENGTH = 32  # tokens of a block
+
+
+@pytest.fixture(scope="session")
+def packed(corpus, tmp_path_factory) -> Path:
+    """The corpus's blocks in every format."""
+    import build_packed_datasets
+
+    out = tmp_path_factory.mktemp("packed") / "blocks"
+    flags = ["--seq-len", str(PACKED_LENGTH), "--out", str(out)]
+    build_packed_datasets.main(["--db", str(corpus), *flags])
+    return out
+
+
+def memmap_rows(path: Path) -> list[list[int]]:
+    """The packed blocks of the flat file, in their order."""
+    return np.fromfile(path / "blocks.bin", np.uint16).reshape(-1, PACKED_LENGTH).tolist()
+
+
 def run(*command: str, cwd: Path, timeout: float = 240, **environ: str):
     """Run a program of the project with this Python. Returns the CompletedProcess, with text."""
     full = {k: v for k, v in os.environ.items() if k != "LANCE_PRETRAIN_DB"} | environ

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_build_packed_datasets import T, blocks, memmap_rows  # noqa: F401  a fixture
 
 import blocks_loaders
 import launch
 import train
 from blocks_loaders import ARMS, IndexedBlocks
 from distributed import World
+from tests.conftest import PACKED_LENGTH as T
+from tests.conftest import memmap_rows
 from tokenizer import ByteTokenizer
 
 REAL = [name for name in ARMS if name != "synthetic"]
@@ -39,60 +40,60 @@ def take(arm, steps: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_an_epoch_is_the_manifests_blocks_once_each(blocks, name):  # noqa: F811
-    arm = open_arm(name, blocks, "--batch-size", "7")
+def test_an_epoch_is_the_manifests_blocks_once_each(packed, name):
+    arm = open_arm(name, packed, "--batch-size", "7")
     steps = arm.blocks_per_epoch // 7
-    found, expected = take(arm, steps), memmap_rows(blocks / "memmap")
+    found, expected = take(arm, steps), memmap_rows(packed / "memmap")
     # mosaic and the next step leave a tail of less than a step
     assert Counter(map(tuple, found)) <= Counter(map(tuple, expected))
     assert len(found) == 7 * steps > len(expected) - 7
-    ordered = take(open_arm(name, blocks, "--batch-size", "7", "--no-shuffle"), steps)
+    ordered = take(open_arm(name, packed, "--batch-size", "7", "--no-shuffle"), steps)
     assert ordered == expected[: 7 * steps]
     assert (found == ordered) == (name == "parquet-seq")  # shuffled when it was written
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_a_resumed_arm_goes_on_behind_what_was_consumed(blocks, name):  # noqa: F811
+def test_a_resumed_arm_goes_on_behind_what_was_consumed(packed, name):
     flags = ("--batch-size", "9")
-    whole = take(open_arm(name, blocks, *flags), 5)
-    arm = open_arm(name, blocks, *flags)
+    whole = take(open_arm(name, packed, *flags), 5)
+    arm = open_arm(name, packed, *flags)
     steps = arm.steps()
     first = [row for step in islice(steps, 2) for row in rows_of(step)]
     state = json.loads(json.dumps(arm.state_dict()))
     arm.close()
-    again = open_arm(name, blocks, *flags)
+    again = open_arm(name, packed, *flags)
     again.load_state_dict(state)
     assert first + take(again, 3) == whole
     with pytest.raises(SystemExit, match="--resume: loader was "):
         again.load_state_dict(state | {"loader": "elastic"})
     with pytest.raises(SystemExit, match="--resume: shuffle_seed was 42, is 7 "):
-        open_arm(name, blocks, *flags, "--shuffle-seed", "7").load_state_dict(state)
+        open_arm(name, packed, *flags, "--shuffle-seed", "7").load_state_dict(state)
 
 
 @pytest.mark.parametrize("name", [n for n, arm in ARMS.items() if issubclass(arm, IndexedBlocks)])
-def test_ranks_divide_the_same_global_batches(blocks, name):  # noqa: F811
+def test_ranks_divide_the_same_global_batches(packed, name):
     flags = ("--global-batch", "11", "--batch-size", "2")
-    whole = [rows_of(s) for s in islice(open_arm(name, blocks, *flags).steps(), 4)]
+    whole = [rows_of(s) for s in islice(open_arm(name, packed, *flags).steps(), 4)]
     for ranks in (2, 3, 4):
-        arms = [open_arm(name, blocks, *flags, rank=r, ranks=ranks) for r in range(ranks)]
+        arms = [open_arm(name, packed, *flags, rank=r, ranks=ranks) for r in range(ranks)]
         parts = [[rows_of(step) for step in islice(arm.steps(), 4)] for arm in arms]
         for arm in arms:
             arm.close()
         joined = [[row for rows in step for row in rows] for step in zip(*parts, strict=True)]
         assert joined == whole
-    again = [rows_of(s) for s in islice(open_arm("parquet-seq", blocks, *flags).steps(), 4)]
+    again = [rows_of(s) for s in islice(open_arm("parquet-seq", packed, *flags).steps(), 4)]
     ordered = [
-        rows_of(s) for s in islice(open_arm(name, blocks, *flags, "--no-shuffle").steps(), 4)
+        rows_of(s) for s in islice(open_arm(name, packed, *flags, "--no-shuffle").steps(), 4)
     ]
     assert again == ordered
 
 
 @pytest.mark.slow
-def test_arms_in_the_manifests_order_train_alike(corpus, blocks, tmp_path, monkeypatch):  # noqa: F811
+def test_arms_in_the_manifests_order_train_alike(corpus, packed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     losses = {}
     for name in ("elastic", *REAL):
-        flags = ["--blocks-path", str(blocks)] if name in REAL else ["--pack"]
+        flags = ["--blocks-path", str(packed)] if name in REAL else ["--pack"]
         train.main(
             ["--db", str(corpus), "--seq-len", str(T), "--batch-size", "4", "--steps", "5"]
             + ["--blocks-mode", name, "--dtype", "fp32", "--log-every", "1", "--run-dir", name]
@@ -105,8 +106,8 @@ def test_arms_in_the_manifests_order_train_alike(corpus, blocks, tmp_path, monke
     assert all(found == losses["elastic"] for found in losses.values()), losses
 
 
-def test_synthetic_blocks_cost_nothing_and_never_end(blocks):  # noqa: F811
-    arm = open_arm("synthetic", blocks, "--batch-size", "3")
+def test_synthetic_blocks_cost_nothing_and_never_end(packed):
+    arm = open_arm("synthetic", packed, "--batch-size", "3")
     first, second = (step[0]["input_ids"] for step in islice(arm.steps(), 2))
     assert first.shape == (3, T) and first is second and first.dtype == torch.int64
 
@@ -126,10 +127,10 @@ def test_bad_modes_are_refused_in_one_line(corpus, tmp_path, monkeypatch, flags,
     assert "\n" not in str(refused.value)
 
 
-def test_blocks_of_another_length_or_tokenizer_and_missing_formats_are_refused(blocks, tmp_path):  # noqa: F811
+def test_blocks_of_another_length_or_tokenizer_and_missing_formats_are_refused(packed, tmp_path):
     with pytest.raises(SystemExit, match=f"--seq-len was {T}, is 64"):
-        open_arm("memmap", blocks, "--seq-len", "64")
-    manifest = json.loads((blocks / "manifest.json").read_text())
+        open_arm("memmap", packed, "--seq-len", "64")
+    manifest = json.loads((packed / "manifest.json").read_text())
     manifest["formats"].pop("lance")
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(SystemExit, match="has no lance: python build_packed_datasets.py"):

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import lance
@@ -14,23 +13,14 @@ from test_elastic import epoch_blocks
 
 import build_packed_datasets
 from build_packed_datasets import FORMATS
-from tests.conftest import documents, small_disk
-
-T = 32
+from tests.conftest import PACKED_LENGTH as T
+from tests.conftest import documents, memmap_rows, small_disk
 
 
 def build(corpus, out, *flags: str) -> None:
     build_packed_datasets.main(
         ["--db", str(corpus), "--seq-len", str(T), "--out", str(out), *flags]
     )
-
-
-@pytest.fixture(scope="module")
-def blocks(corpus, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("blocks") / "blocks"
-    os.environ["XDG_CACHE_HOME"] = str(out.parent / "cache")
-    build(corpus, out)
-    return out
 
 
 def lance_rows(path: Path):
@@ -46,10 +36,6 @@ def mds_rows(path: Path):
     return [s["tokens"].tolist() for s in StreamingDataset(local=str(path), batch_size=1)]
 
 
-def memmap_rows(path: Path):
-    return np.fromfile(path / "blocks.bin", np.uint16).reshape(-1, T).tolist()
-
-
 READERS = {
     "lance": lance_rows,
     "mds": mds_rows,
@@ -60,16 +46,16 @@ READERS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_holds_the_epochs_blocks_in_order(blocks, name):
+def test_every_format_holds_the_epochs_blocks_in_order(packed, name):
     texts = documents(300)
     docs = [(i, list(texts[i].encode())) for i in range(300) if i % 100]
     expected = [tokens for tokens, _ in epoch_blocks(docs, 0, T)]
-    rows = READERS[name](blocks / name)
+    rows = READERS[name](packed / name)
     assert rows == expected
-    manifest = json.loads((blocks / "manifest.json").read_text())
+    manifest = json.loads((packed / "manifest.json").read_text())
     assert manifest["hash"] == hashlib.sha256(np.array(rows, np.uint16).data).hexdigest()
     assert (manifest["blocks"], manifest["seq_len"]) == (len(rows), T)
-    sizes = [f.stat().st_size for f in (blocks / name).rglob("*") if f.is_file()]
+    sizes = [f.stat().st_size for f in (packed / name).rglob("*") if f.is_file()]
     assert manifest["formats"][name]["bytes"] == sum(sizes)
 
 

@@ -492,11 +492,12 @@ def test_killed_at_any_moment_leaves_a_prefix_and_continues_without_duplicates(h
         code = "ingest.COMMIT_ROWS = 50; ingest.main(['--db', 'db', 'a.jsonl', 'd'])"
         process = child(code, stderr=subprocess.DEVNULL)
         wait_for_versions(commits + done // 50, process)
-        committed = len(rows())
         time.sleep(random.random() * 0.02)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
-        assert texts() == expected[: len(rows())] and len(rows()) >= committed >= done
+        # a first commit after others has one row less: the last row there is read to compare
+        least = done + 50 * (commits - 1) - (done > 0)
+        assert texts() == expected[: len(rows())] and len(rows()) >= least
         done = len(rows())
     run("a.jsonl", "d")
     assert [(i, text) for i, text, *_ in rows()] == list(enumerate(expected))
