@@ -1,15 +1,5 @@
-"""Loaders behind one interface, one small class each; the training loop cannot tell them apart.
-
-A loader yields from ``steps()``, for each optimizer step, the list of its micro-batches: dicts of
-``input_ids`` int64 (B, T), ``mask`` bool (B, T), true on real tokens, and ``doc_ids`` int64 (B, T)
-when packed. ``epoch`` is that of the step last yielded, ``blocks_per_epoch`` how many blocks one
-has. ``state_dict()`` is what was consumed, JSON-able and equal on all ranks; ``load_state_dict()``
-continues there; ``ledger()`` says where the tokens are, if it is known; ``close()`` leaves nothing
-running.
-
-``elastic.py`` and ``lancedb_stream.py`` read the corpus. The classes here read the blocks that
-``build_packed_datasets.py`` wrote, for comparison: ``--blocks-mode`` chooses one.
-"""
+"""Loaders of the blocks that build_packed_datasets.py wrote, for comparison: a small class for each
+``--blocks-mode``, behind the interface that ``loaders.py`` describes."""
 
 import argparse
 import json
@@ -30,107 +20,11 @@ import torch
 from distributed import World
 from elastic import Slots
 from feed import Batch, documents_by_eos
-from flags import given, not_negative, positive, require_package, seed
+from flags import require_package
 from tokenizer import Tokenizer, brief
 
-WORKER_FLAGS = ("--num-workers", "--mp-context")
-LANCEDB_FLAGS = (
-    *("--read-batch-size", "--io-queue-depth"),
-    *("--transform-parallelism", "--transform-queue-depth"),
-)
 MANIFEST = "manifest.json"
 CACHED_GROUPS = 64  # row groups that parquet-random keeps, of 64 blocks each: 8 MB at T = 1,024
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("batches")
-    group.add_argument(
-        "--batch-size", type=positive, default=8, help="blocks per rank and micro-batch"
-    )
-    group.add_argument("--grad-accum", type=positive, default=1, help="micro-batches per step")
-    group.add_argument(
-        "--global-batch",
-        type=not_negative,
-        default=0,
-        help="blocks per optimizer step (0: batch size x ranks x --grad-accum)",
-    )
-    group.add_argument("--pack", action="store_true", help="pack documents into full blocks")
-    group.add_argument("--shuffle-seed", type=seed, default=42, help="order of the documents")
-    group = parser.add_argument_group("loader")
-    group.add_argument("--loader", choices=["elastic", "lancedb"], help="default: elastic")
-    group.add_argument(
-        "--num-splits",
-        type=not_negative,
-        default=0,
-        help="lanes an epoch is cut into (0: elastic 64, lancedb batch size x ranks)",
-    )
-    group.add_argument(
-        "--blocks-per-epoch",
-        default="",
-        help="caps an epoch, blocks (empty: all there are; auto: lancedb's estimate)",
-    )
-    group.add_argument(
-        "--num-workers",
-        type=not_negative,
-        default=0,
-        help="lancedb, mosaic: loader processes per rank",
-    )
-    group.add_argument("--mp-context", choices=["forkserver", "spawn"], default="forkserver")
-    group.add_argument("--read-batch-size", type=positive, default=8, help="lancedb: rows per take")
-    group.add_argument(
-        "--io-queue-depth", type=positive, default=1, help="lancedb: takes per split"
-    )
-    group.add_argument(
-        "--transform-parallelism",
-        type=positive,
-        default=2,
-        help="lancedb: transform threads per rank",
-    )
-    group.add_argument(
-        "--transform-queue-depth",
-        type=not_negative,
-        default=0,
-        help="lancedb: cap on transformed rows per split, in read batches (0: its default)",
-    )
-    group.add_argument(
-        "--blocks-mode",
-        choices=["off", "elastic", "lancedb", *ARMS],
-        default="off",
-        help="A/B: read packed blocks instead of the table",
-    )
-    group.add_argument(
-        "--blocks-path", default="", help="A/B: what build_packed_datasets.py wrote (--out)"
-    )
-
-
-def loader_name(args: argparse.Namespace) -> str:
-    """Which loader ``--loader`` and ``--blocks-mode`` ask for. Raises SystemExit where they differ
-    or where the blocks are not named."""
-    mode, loader = args.blocks_mode, args.loader
-    if mode == "off":
-        return loader or "elastic"
-    if loader and loader != mode:
-        raise SystemExit(f"--loader {loader} and --blocks-mode {mode} differ: give one of them")
-    if mode in ARMS and not args.blocks_path:
-        raise SystemExit(
-            f"--blocks-mode {mode} needs --blocks-path: the --out of build_packed_datasets.py"
-        )
-    return mode
-
-
-def without_effect(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
-    """Flags that were given and that the chosen loader does not read."""
-    name = loader_name(args)
-    unread = ["--num-splits", "--blocks-per-epoch"] if name in ARMS else ["--blocks-path"]
-    if name != "elastic":
-        unread += ["--shuffle-clump"]
-    if name == "lancedb":
-        unread += ["--no-shuffle", "--prefetch-mb"] + ["--blocks-per-epoch"] * (not args.pack)
-    else:
-        unread += LANCEDB_FLAGS
-    if name not in ("lancedb", "mosaic"):
-        unread += WORKER_FLAGS
-    return given(args, parser, unread)
 
 
 def read_manifest(path: Path) -> dict:

@@ -107,7 +107,7 @@ class Window(NamedTuple):
 
 
 class ElasticStream:
-    """The loader: see blocks_loaders.py for the interface.
+    """The loader: see loaders.py for the interface.
 
     One background thread packs ahead, ``--prefetch-mb`` of blocks at most, and has another wait for
     Lance; the next epoch's order is built by a third.

@@ -11,20 +11,21 @@ from pathlib import Path
 import lancedb
 import torch
 
-import blocks_loaders
 import checkpoints
 import common
 import elastic
 import engine
 import hardware
-import lancedb_stream
+import loaders
 import metrics
 import model
 import profiling
 import stopping
 import tokenizer
+from blocks_loaders import ARMS
 from distributed import World, agreed
 from flags import Parser, not_negative, positive, seed
+from loaders import LOADERS, Stream, loader_name
 
 OWN_FLAGS = {"db", "plan_cache"}  # paths that may differ between nodes
 TUNED = (  # may change, and is said
@@ -41,14 +42,8 @@ MODEL_FLAGS = (
     "--seq-len",
     "--tokenizer",
 )
-Stream = elastic.ElasticStream | lancedb_stream.LanceDBStream | blocks_loaders.PackedBlocks
-LOADERS: dict[str, type[Stream]] = {
-    "elastic": elastic.ElasticStream,
-    "lancedb": lancedb_stream.LanceDBStream,
-    **blocks_loaders.ARMS,
-}
 MODULES = (
-    *(common, model, blocks_loaders, elastic, engine, checkpoints),
+    *(common, model, loaders, elastic, engine, checkpoints),
     *(stopping, metrics, profiling, hardware),
 )
 
@@ -191,7 +186,7 @@ def plan_run(
                 f"give at least {world.size}"
             )
         accumulation = -(-size // at_once)
-        loader = LOADERS[blocks_loaders.loader_name(args)]
+        loader = LOADERS[loader_name(args)]
         stream = loader(
             data.table, args, data.where, data.tokenizer, global_batch=size, world=world
         )
@@ -212,7 +207,7 @@ def plan_run(
             qk_norm=args.qk_norm,
             tied=not args.untied,
         )
-        if args.doc_mask and not args.pack and args.blocks_mode not in blocks_loaders.ARMS:
+        if args.doc_mask and not args.pack and args.blocks_mode not in ARMS:
             raise SystemExit("--doc-mask: only --pack puts several documents into a block")
         matched = must_match(args, data, config, schedule)
         check_match(args, start, matched)

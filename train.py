@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
-import blocks_loaders
 import checkpoints
 import common
 import distributed
 import engine
 import hardware
 import launch
+import loaders
 import metrics
 import profiling
 from distributed import World, agreed
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"no database yet: building the demo corpus in {common.DEFAULT_DB}", flush=True)
         demo.build(common.DEFAULT_DB)  # other ranks wait where the process group meets
     notices = hardware.apply_environment(world)  # before the first GPU call
-    unread = blocks_loaders.without_effect(args, parser)
+    unread = loaders.without_effect(args, parser)
     if unread := unread + engine.without_effect(args, parser, world.size):
         notices.append(f"without effect here: {', '.join(unread)}")
     torch.set_num_threads(hardware.cpu_threads(world.local_size) or torch.get_num_threads())
@@ -256,7 +256,7 @@ def snapshot(
     data: launch.Data,
     plan: launch.Plan,
     start: launch.Start,
-    stream: launch.Stream,
+    stream: loaders.Stream,
     totals: torch.Tensor,
 ) -> dict:
     """What a checkpoint says of the run beside its tensors: JSON. A collective call."""
