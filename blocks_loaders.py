@@ -1,8 +1,9 @@
-"""Loaders of the blocks that build_packed_datasets.py wrote, for comparison: a small class for each
-``--blocks-mode``, behind the interface that ``loaders.py`` describes."""
+"""Loaders of the blocks that build_packed_datasets.py wrote, for comparison.
 
-import argparse
-import json
+A small class for each ``--blocks-mode``, behind the interface that ``loaders.py`` describes; those
+of other libraries are in ``library_loaders.py``.
+"""
+
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,111 +12,21 @@ from itertools import islice
 from pathlib import Path
 
 import lance
-import lancedb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
-from distributed import World
-from elastic import Slots
-from feed import Batch, documents_by_eos
-from flags import require_package
-from tokenizer import Tokenizer, brief
+from elastic import WINDOWS
+from feed import Batch
+from library_loaders import LitDataBlocks, MosaicBlocks, WebDatasetBlocks
+from packed_blocks import PackedBlocks
+from stores import lance_options
 
-MANIFEST = "manifest.json"
 CACHED_GROUPS = 64  # row groups that parquet-random keeps, of 64 blocks each: 8 MB at T = 1,024
 
 
-def read_manifest(path: Path) -> dict:
-    """What build_packed_datasets.py says of the blocks in ``path``. Raises SystemExit."""
-    try:
-        return json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise SystemExit(
-            f"--blocks-path {path}: no {MANIFEST} to read ({error}): build the blocks with "
-            "python build_packed_datasets.py"
-        ) from None
-
-
-class PackedBlocks:
-    """Packed blocks as a run reads them: what all arms share. ``format`` is their directory."""
-
-    format = ""
-
-    def __init__(
-        self,
-        table: lancedb.table.Table,
-        args: argparse.Namespace,
-        where: str,
-        tokenizer: Tokenizer,
-        *,
-        global_batch: int,
-        world: World,
-    ) -> None:
-        root = Path(args.blocks_path)
-        manifest = read_manifest(root)
-        if self.format and self.format not in manifest["formats"]:
-            raise SystemExit(
-                f"--blocks-mode {args.blocks_mode}: {root} has no {self.format}: python "
-                f"build_packed_datasets.py --out {root} --formats {self.format}"
-            )
-        for flag, was, ours in (
-            ("--seq-len", manifest["seq_len"], args.seq_len),
-            ("--tokenizer", manifest["tokenizer"], brief(tokenizer)),
-        ):
-            if was != ours:
-                raise SystemExit(f"--blocks-path {root}: {flag} was {was}, is {ours}")
-        self.path, self.manifest, self.args = root / self.format, manifest, args
-        self.world, self.global_batch, self.consumed = world, global_batch, 0
-        self.eos_id, self.dtype = tokenizer.eos_id, np.dtype(manifest["dtype"])
-        self.blocks_per_epoch = manifest["blocks"]
-        self.slots = Slots(global_batch, args.batch_size, args.seq_len, world)
-        self.line = f"loader         {args.blocks_mode}, {self.blocks_per_epoch:,} packed blocks"
-        self.plan_seconds = 0.0
-
-    @property
-    def epoch(self) -> int:
-        return max(self.consumed - 1, 0) // self.blocks_per_epoch
-
-    def state_dict(self) -> dict:
-        return {
-            "loader": self.args.blocks_mode,
-            "consumed": self.consumed,
-            "blocks": self.manifest["hash"],
-            "shuffle_seed": self.args.shuffle_seed,
-            "no_shuffle": self.args.no_shuffle,
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        ours = self.state_dict()
-        for field in ("loader", "blocks", "shuffle_seed", "no_shuffle"):
-            if state.get(field) != ours[field]:
-                raise SystemExit(
-                    f"--resume: {field} was {state.get(field)}, is {ours[field]} "
-                    "(--resume-data new begins with it)"
-                )
-        self.consumed = state["consumed"]
-
-    def ledger(self) -> dict[str, int]:
-        """Not kept: a whole epoch of blocks is all that there is."""
-        return {}
-
-    def queued_bytes(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def _step(self, blocks: np.ndarray) -> list[Batch]:
-        """This rank's blocks (n, T) of a step as micro-batches."""
-        ids = blocks.astype(np.int64)
-        doc_ids = documents_by_eos(torch.from_numpy(ids), self.eos_id).numpy()
-        return self.slots.micro_batches({"input_ids": ids, "doc_ids": doc_ids})
-
-
 class IndexedBlocks(PackedBlocks):
-    """Blocks that can be read by number, read ahead by one thread.
+    """Blocks that can be read by number: one thread reads ahead, many steps at once.
 
     Shuffled all together anew in every epoch or, with ``--no-shuffle``, in the manifest's order:
     the order of the packing, which is a shuffle of the documents.
@@ -132,15 +43,17 @@ class IndexedBlocks(PackedBlocks):
 
     def steps(self) -> Iterator[list[Batch]]:
         step_bytes = len(self.slots.mine) * self.args.seq_len * self.dtype.itemsize
-        ahead = max(1, min(64, (self.args.prefetch_mb << 20) // step_bytes))
-        first = self.consumed
+        most = (self.args.prefetch_mb << 20) // (step_bytes * WINDOWS)
+        most = max(1, min(most, self.blocks_per_epoch // self.global_batch))
+        first, steps = self.consumed, 1
         while True:
-            while len(self.pending) < ahead:
-                self.pending.append(self.thread.submit(self._read_step, first))
-                first += self.global_batch
-            blocks = self.pending.popleft().result()
-            self.consumed += self.global_batch
-            yield self._step(blocks)
+            while len(self.pending) < WINDOWS - 1:
+                self.pending.append(self.thread.submit(self._read_steps, first, steps))
+                first += steps * self.global_batch
+                steps = min(2 * steps, most)  # the first batch soon, then large reads
+            for blocks in self.pending.popleft().result():
+                self.consumed += self.global_batch
+                yield self._step(blocks)
 
     def queued_bytes(self) -> int:
         return sum(f.result().nbytes for f in self.pending if f.done())
@@ -148,18 +61,19 @@ class IndexedBlocks(PackedBlocks):
     def close(self) -> None:
         self.thread.shutdown(wait=True, cancel_futures=True)
 
-    def _read_step(self, first: int) -> np.ndarray:
-        """This rank's share of the step that begins with block ``first`` of all epochs."""
-        B, seed = self.blocks_per_epoch, self.args.shuffle_seed
-        epochs, numbers = np.divmod(first + np.array(self.slots.mine), B)
+    def _read_steps(self, first: int, steps: int) -> np.ndarray:
+        """This rank's share (steps, n, T) of the steps from block ``first`` of all epochs on."""
+        B, seed, mine = self.blocks_per_epoch, self.args.shuffle_seed, np.array(self.slots.mine)
+        begins = first + self.global_batch * np.arange(steps)
+        epochs, numbers = np.divmod(begins[:, None] + mine, B)
         if not self.args.no_shuffle:
             for epoch in np.unique(epochs):
                 here = epochs == epoch
                 numbers[here] = shuffled(B, seed, int(epoch))[numbers[here]]
-        return self.read(numbers)
+        return self.read(numbers.ravel()).reshape(*numbers.shape, -1)
 
 
-@lru_cache(maxsize=2)  # a step may lie in two epochs
+@lru_cache(maxsize=2)  # a read may lie in two epochs
 def shuffled(blocks: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of the blocks: the same on every rank."""
     return np.random.default_rng((seed, epoch)).permutation(blocks)
@@ -168,11 +82,12 @@ def shuffled(blocks: int, seed: int, epoch: int) -> np.ndarray:
 class LanceBlocks(IndexedBlocks):
     """A Lance table of fixed-size lists, taken by row number."""
 
-    format = "lance"
+    format, remote = "lance", True
 
     @cached_property
     def dataset(self) -> lance.LanceDataset:
-        return lance.dataset(self.path / "blocks.lance")
+        options = lance_options() if self.path.remote else None
+        return lance.dataset(str(self.path / "blocks.lance"), storage_options=options)
 
     def read(self, numbers: np.ndarray) -> np.ndarray:
         column = self.dataset.take(numbers.tolist(), columns=["input_ids"]).column(0)
@@ -186,7 +101,7 @@ class MemmapBlocks(IndexedBlocks):
 
     @cached_property
     def data(self) -> np.ndarray:
-        flat = np.memmap(self.path / "blocks.bin", self.dtype, "r")
+        flat = np.memmap(str(self.path / "blocks.bin"), self.dtype, "r")
         return flat.reshape(-1, self.args.seq_len)
 
     def read(self, numbers: np.ndarray) -> np.ndarray:
@@ -194,7 +109,8 @@ class MemmapBlocks(IndexedBlocks):
 
 
 class ParquetRandomBlocks(IndexedBlocks):
-    """One Parquet file of small row groups: a row costs its group, so groups are kept a while."""
+    """One Parquet file of small row groups. A row costs its whole group: the rows that are read
+    together are sorted by group, and the last groups are kept."""
 
     format = "parquet-random"
 
@@ -214,10 +130,12 @@ class ParquetRandomBlocks(IndexedBlocks):
 
     def read(self, numbers: np.ndarray) -> np.ndarray:
         groups = np.searchsorted(self.begins, numbers, side="right") - 1
-        begins = self.begins[groups]
-        return np.stack(
-            [self.group(int(g))[n - b] for g, n, b in zip(groups, numbers, begins, strict=True)]
-        )
+        blocks = np.empty((len(numbers), self.args.seq_len), self.dtype)
+        by_group = np.argsort(groups, kind="stable")
+        for rows in np.split(by_group, np.flatnonzero(np.diff(groups[by_group])) + 1):
+            group = int(groups[rows[0]])  # read once for all of its rows
+            blocks[rows] = self.group(group)[numbers[rows] - self.begins[group]]
+        return blocks
 
     def _group(self, number: int) -> np.ndarray:
         column = self.file.read_row_group(number, columns=["input_ids"]).column(0)
@@ -245,7 +163,7 @@ class ParquetSeqBlocks(PackedBlocks):
         are skipped unread."""
         skip = first % self.blocks_per_epoch
         while True:
-            for shard in sorted(self.path.glob("*.parquet")):
+            for shard in sorted(Path(self.path).glob("*.parquet")):
                 with pq.ParquetFile(shard, memory_map=True) as file:
                     for group in range(file.num_row_groups):
                         rows = file.metadata.row_group(group).num_rows
@@ -255,53 +173,10 @@ class ParquetSeqBlocks(PackedBlocks):
                         skip = max(0, skip - rows)
 
 
-class MosaicBlocks(PackedBlocks):
-    """MosaicML Streaming from local MDS shards. Its shuffle decides the order; one canonical node
-    keeps that on any number of ranks."""
-
-    format = "mds"
-
-    def steps(self) -> Iterator[list[Batch]]:
-        streaming = require_package("streaming", "--blocks-mode mosaic", "mosaicml-streaming")
-        args = self.args
-        if self.global_batch != args.batch_size * self.world.size * self.slots.accumulation:
-            raise SystemExit(
-                f"--blocks-mode mosaic: --global-batch {self.global_batch} must be a multiple of "
-                f"--batch-size {args.batch_size} x {self.world.size} ranks"
-            )
-        streaming.base.util.clean_stale_shared_memory()
-        dataset = streaming.StreamingDataset(
-            local=str(self.path),
-            shuffle=not args.no_shuffle,
-            shuffle_seed=args.shuffle_seed,
-            batch_size=args.batch_size,
-            num_canonical_nodes=1,
-        )
-        loader = streaming.StreamingDataLoader(
-            dataset,
-            batch_size=args.batch_size,
-            collate_fn=stack_tokens,
-            num_workers=args.num_workers,
-            multiprocessing_context=args.mp_context if args.num_workers else None,
-            drop_last=True,
-        )
-        steps = self.blocks_per_epoch // self.global_batch
-        while True:
-            epoch, done = divmod(self.consumed, self.blocks_per_epoch)
-            state = {"epoch": epoch, "sample_in_epoch": done, "num_canonical_nodes": 1}
-            state |= {"shuffle_seed": args.shuffle_seed, "initial_physical_nodes": 1}
-            dataset.load_state_dict(state)
-            batches = iter(loader)
-            for _ in range(done // self.global_batch, steps):
-                blocks = torch.cat(list(islice(batches, self.slots.accumulation)))
-                self.consumed += self.global_batch
-                yield self._step(blocks.numpy())
-            # the epoch's last blocks, fewer than a step takes, are not trained on
-            self.consumed = (self.consumed // self.blocks_per_epoch + 1) * self.blocks_per_epoch
-
-
 class SyntheticBlocks(PackedBlocks):
     """Random ids made once and given again and again: what a loader that costs nothing reaches."""
+
+    remote = True  # only the manifest is read
 
     def steps(self) -> Iterator[list[Batch]]:
         rng = np.random.default_rng(self.args.shuffle_seed)
@@ -319,14 +194,11 @@ def fixed_size_rows(column: pa.ChunkedArray, seq_len: int) -> np.ndarray:
     return values.flatten().to_numpy().reshape(-1, seq_len)
 
 
-def stack_tokens(samples: list[dict]) -> torch.Tensor:
-    """Mosaic's collate function: int64 (B, T)."""
-    return torch.from_numpy(np.stack([s["tokens"] for s in samples]).astype(np.int64))
-
-
 ARMS: dict[str, type[PackedBlocks]] = {
     "lance": LanceBlocks,
     "mosaic": MosaicBlocks,
+    "webdataset": WebDatasetBlocks,
+    "litdata": LitDataBlocks,
     "parquet-random": ParquetRandomBlocks,
     "parquet-seq": ParquetSeqBlocks,
     "memmap": MemmapBlocks,

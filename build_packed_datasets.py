@@ -5,148 +5,47 @@ python train.py --db my_db --seq-len 1024 --blocks-mode memmap --blocks-path blo
 
 The flags that decide which tokens are in which block are train.py's. A format is complete or
 absent: each is written under another name and renamed when all of them are whole; a second call
-writes those that are missing.
+writes those that are missing. In an object store (--out s3://bucket/prefix), where nothing can be
+renamed, what the manifest does not name is absent: it is written last.
 """
 
 import hashlib
+import io
 import json
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 
-import lance
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from tqdm import tqdm
 
 import launch
-from blocks_loaders import MANIFEST
+from blocks_writers import EXTRA, FORMATS, READ, shard_size
+from common import one_line
 from distributed import World
 from elastic import ElasticStream
-from flags import not_empty, require_package
-
-READ = 64  # blocks read at once, and rows of a group of parquet-random
-SHARD = 4096  # blocks of a Parquet shard or a Lance fragment; 8 MB at T = 1,024
-GROUP = 1024  # rows of a group of parquet-seq
-
-
-class Writer:
-    """Writes blocks of ``dtype`` (n, T) into the directory ``to``; ``close`` makes them whole."""
-
-    def __init__(self, to: Path, seq_len: int, dtype: np.dtype) -> None:
-        self.to, self.seq_len, self.dtype = to, seq_len, dtype
-        item = pa.from_numpy_dtype(dtype)
-        self.schema = pa.schema([("input_ids", pa.list_(item, seq_len))])
-        self.open()
-
-    def open(self) -> None:
-        raise NotImplementedError
-
-    def write(self, blocks: np.ndarray) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-    def arrow(self, blocks: np.ndarray) -> pa.Table:
-        lists = pa.FixedSizeListArray.from_arrays(pa.array(blocks.ravel()), self.seq_len)
-        return pa.table([lists], schema=self.schema)
-
-
-class Buffered(Writer):
-    """Writes ``size`` blocks at a time by ``flush(blocks)``."""
-
-    size = SHARD
-
-    def open(self) -> None:
-        self.parts: list[np.ndarray] = []
-        self.flushed = 0
-
-    def write(self, blocks: np.ndarray) -> None:
-        self.parts.append(blocks)
-        if sum(map(len, self.parts)) >= self.size:
-            self.close()
-
-    def close(self) -> None:
-        if self.parts:
-            self.flush(np.concatenate(self.parts))
-            self.flushed += 1
-        self.parts = []
-
-    def flush(self, blocks: np.ndarray) -> None:
-        raise NotImplementedError
-
-
-class LanceBlocksWriter(Buffered):
-    def flush(self, blocks: np.ndarray) -> None:
-        lance.write_dataset(self.arrow(blocks), self.to / "blocks.lance", mode="append")
-
-
-class ParquetSeqWriter(Buffered):
-    def flush(self, blocks: np.ndarray) -> None:
-        shard = self.to / f"shard_{self.flushed:05}.parquet"
-        pq.write_table(self.arrow(blocks), shard, row_group_size=GROUP, compression="none")
-
-
-class ParquetRandomWriter(Writer):
-    def open(self) -> None:
-        self.file = pq.ParquetWriter(self.to / "blocks.parquet", self.schema, compression="none")
-
-    def write(self, blocks: np.ndarray) -> None:
-        self.file.write_table(self.arrow(blocks), row_group_size=READ)
-
-    def close(self) -> None:
-        self.file.close()
-
-
-class MemmapWriter(Writer):
-    def open(self) -> None:
-        self.file = open(self.to / "blocks.bin", "wb")
-
-    def write(self, blocks: np.ndarray) -> None:
-        self.file.write(blocks.data)
-
-    def close(self) -> None:
-        self.file.close()
-
-
-class MDSBlocksWriter(Writer):
-    def open(self) -> None:
-        streaming = require_package("streaming", "--formats mds", "mosaicml-streaming")
-        columns = {"tokens": f"ndarray:{self.dtype.name}:{self.seq_len}"}
-        self.mds = streaming.MDSWriter(out=str(self.to), columns=columns, progress_bar=False)
-
-    def write(self, blocks: np.ndarray) -> None:
-        for block in blocks:
-            self.mds.write({"tokens": block})
-
-    def close(self) -> None:
-        self.mds.finish()
-
-
-FORMATS: dict[str, type[Writer]] = {
-    "lance": LanceBlocksWriter,
-    "mds": MDSBlocksWriter,
-    "parquet-random": ParquetRandomWriter,
-    "parquet-seq": ParquetSeqWriter,
-    "memmap": MemmapWriter,
-}
+from flags import not_empty
+from packed_blocks import BLOCK_HASHES, MANIFEST, block_hashes
+from stores import Store
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = launch.flag_parser(__doc__)
     group = parser.add_argument_group("packed blocks")
-    group.add_argument("--out", type=not_empty, default="packed_blocks", help="directory to write")
-    group.add_argument("--formats", default=",".join(FORMATS), help="names with commas between")
+    group.add_argument(
+        "--out", type=not_empty, default="packed_blocks", help="directory, or s3://bucket/prefix"
+    )
+    group.add_argument("--formats", help="with commas between (default: those of requirements.txt)")
     args = parser.parse_args(argv)
     args.pack, args.batch_size = True, READ
-    names = args.formats.split(",")
+    out = Store(args.out, "--out")
+    able = [n for n, writer in FORMATS.items() if writer.remote or not out.remote]
+    names = args.formats.split(",") if args.formats else [n for n in able if n not in EXTRA]
     if unknown := [name for name in names if name not in FORMATS]:
         raise SystemExit(f"--formats {unknown[0]}: there are {', '.join(FORMATS)}")
-    world, out = World(), Path(args.out)
+    if local := [name for name in names if name not in able]:
+        raise SystemExit(f"--out {out}: {local[0]} is for local disks: --formats {','.join(able)}")
+    world = World()
     data = launch.open_data(args, launch.find_start(args, world), world)
     print(*data.lines, sep="\n", flush=True)
     stream = ElasticStream(
@@ -156,68 +55,92 @@ def main(argv: list[str] | None = None) -> None:
         build(out, names, stream, data)
 
 
-def build(out: Path, names: list[str], stream: ElasticStream, data: launch.Data) -> None:
+def build(out: Store, names: list[str], stream: ElasticStream, data: launch.Data) -> None:
     """Write the formats that ``out`` lacks. Raises SystemExit where it holds other blocks."""
-    dtype = np.dtype(np.uint16 if data.tokenizer.vocab_size <= 1 << 16 else np.uint32)
-    about = {
-        "blocks": stream.blocks_per_epoch,
-        "seq_len": stream.args.seq_len,
-        "dtype": dtype.name,
-        "tokenizer": stream.fingerprint["--tokenizer"],
-        "table_version": data.table.version,
-        "fingerprint": stream.fingerprint,
-    }
-    if not stream.blocks_per_epoch:
-        raise SystemExit("no whole block in an epoch: lower --seq-len, or train on more data")
-    manifest = {"formats": {}, **about}
-    if (out / MANIFEST).exists():
-        manifest = json.loads((out / MANIFEST).read_text())
-        for key in ("fingerprint", "seq_len", "blocks"):
-            if manifest[key] != about[key]:
-                raise SystemExit(f"--out {out} holds blocks of other data: give another directory")
-    missing = [name for name in names if name not in manifest["formats"]]
-    if not missing:
-        print(f"nothing to do: {out} has {', '.join(names)}")
-        return
-    partial = out / "partial"
+    # boto's and mosaicml-streaming's errors have no class in common with the others
+    failures = Exception if out.remote else OSError
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        written = write(partial, missing, stream, dtype, manifest)
-        for name in missing:
-            shutil.rmtree(out / name, ignore_errors=True)  # one that no manifest names
-            (partial / name).rename(out / name)
+        manifest = begun(out, about_blocks(stream, data))
+        if missing := [name for name in names if name not in manifest["formats"]]:
+            add_formats(out, missing, stream, manifest)
+        else:
+            print(f"nothing to do: {out} has {', '.join(names)}")
+    except failures as error:
+        raise SystemExit(f"--out {out}: {one_line(error)}") from error
+
+
+def add_formats(out: Store, names: list[str], stream: ElasticStream, manifest: dict) -> None:
+    """Write formats that no manifest names, and then the manifest that does."""
+    at = out if out.remote else out / "partial"
+    unnamed = [out / name for name in names]  # left by a call that failed
+    try:
+        for place in unnamed if out.remote else [at]:
+            place.remove()
+        written, hashes = write(at, names, stream, manifest)
         manifest["formats"] |= written
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        (partial / MANIFEST).rename(out / MANIFEST)
-    except OSError as error:
-        raise SystemExit(f"--out {out}: {error}") from error
+        (at / BLOCK_HASHES).write(hashes)
+        (at / MANIFEST).write(json.dumps(manifest, indent=1).encode() + b"\n")
+        if not out.remote:
+            for place in unnamed:
+                place.remove()
+            for name in (*names, BLOCK_HASHES, MANIFEST):
+                (at / name).become(out / name)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if not out.remote:
+            at.remove()
     for name, made in written.items():
         print(f"{out / name}: {made['bytes']:,} bytes in {made['seconds']:.1f} s")
 
 
+def about_blocks(stream: ElasticStream, data: launch.Data) -> dict:
+    """What a manifest says of the blocks, whatever their formats."""
+    if not stream.blocks_per_epoch:
+        raise SystemExit("no whole block in an epoch: lower --seq-len, or train on more data")
+    return {
+        "blocks": stream.blocks_per_epoch,
+        "seq_len": stream.args.seq_len,
+        "dtype": "uint16" if data.tokenizer.vocab_size <= 1 << 16 else "uint32",
+        "tokenizer": stream.fingerprint["--tokenizer"],
+        "table_version": data.table.version,
+        "fingerprint": stream.fingerprint,
+    }
+
+
+def begun(out: Store, about: dict) -> dict:
+    """The manifest in ``out``, which must be of the same blocks, or one without formats."""
+    if not (out / MANIFEST).exists():
+        return {"formats": {}, **about}
+    manifest = json.loads((out / MANIFEST).read())
+    for key in ("fingerprint", "seq_len", "blocks"):
+        if manifest[key] != about[key]:
+            raise SystemExit(f"--out {out} holds blocks of other data: give another directory")
+    return manifest
+
+
 def write(
-    to: Path, names: list[str], stream: ElasticStream, dtype: np.dtype, manifest: dict
-) -> dict[str, dict]:
-    """Write the epoch's blocks into a directory for each format. Returns bytes and seconds of each;
-    ``manifest["hash"]`` is that of all blocks, and is compared where it is there."""
+    to: Store, names: list[str], stream: ElasticStream, manifest: dict
+) -> tuple[dict[str, dict], bytes]:
+    """Write the epoch's blocks into a directory for each format. Returns bytes and seconds of each,
+    and the file of the blocks' hashes; ``manifest["hash"]`` is that of all blocks, and is compared
+    where it is there."""
     writers, seconds, left = {}, dict.fromkeys(names, 0.0), stream.blocks_per_epoch
+    dtype = np.dtype(manifest["dtype"])
     for name in names:
-        (to / name).mkdir(parents=True)
-        writers[name] = FORMATS[name](to / name, stream.args.seq_len, dtype)
+        (to / name).make()
+        writers[name] = FORMATS[name](to / name, stream.args.seq_len, dtype, shard_size(left))
 
     def timed(name: str, action: Callable, *arguments: np.ndarray) -> None:
         began = time.perf_counter()
         action(*arguments)
         seconds[name] += time.perf_counter() - began
 
-    digest, steps = hashlib.sha256(), stream.steps()
+    digest, hashes, steps = hashlib.sha256(), [], stream.steps()
     with tqdm(total=left, unit="block", desc="packing") as progress:
         while left:
             (batch,) = next(steps)
             blocks = np.ascontiguousarray(batch["input_ids"][:left].numpy().astype(dtype))
             digest.update(blocks.data)
+            hashes.append(block_hashes(blocks))
             for name, writer in writers.items():
                 timed(name, writer.write, blocks)
             left -= len(blocks)
@@ -226,8 +149,9 @@ def write(
         timed(name, writer.close)
     if manifest.setdefault("hash", digest.hexdigest()) != digest.hexdigest():
         raise SystemExit("the table's tokens have changed since the other formats were written")
-    sizes = {n: sum(f.stat().st_size for f in (to / n).rglob("*") if f.is_file()) for n in names}
-    return {name: {"bytes": sizes[name], "seconds": seconds[name]} for name in names}
+    np.save(file := io.BytesIO(), np.concatenate(hashes))
+    made = {n: {"bytes": (to / n).size(), "seconds": seconds[n]} for n in names}
+    return made, file.getvalue()
 
 
 if __name__ == "__main__":

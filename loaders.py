@@ -10,10 +10,12 @@ running. The training loop cannot tell them apart.
 
 import argparse
 
-from blocks_loaders import ARMS, PackedBlocks
+from blocks_loaders import ARMS
 from elastic import ElasticStream
 from flags import given, not_negative, positive, seed
 from lancedb_stream import LanceDBStream
+from library_loaders import LibraryBlocks
+from packed_blocks import PackedBlocks
 
 Stream = ElasticStream | LanceDBStream | PackedBlocks
 LOADERS: dict[str, type[Stream]] = {
@@ -59,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-workers",
         type=not_negative,
         default=0,
-        help="lancedb, mosaic: loader processes per rank",
+        help="lancedb, mosaic, webdataset, litdata: loader processes per rank",
     )
     group.add_argument("--mp-context", choices=["forkserver", "spawn"], default="forkserver")
     group.add_argument("--read-batch-size", type=positive, default=8, help="lancedb: rows per take")
@@ -114,6 +116,6 @@ def without_effect(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
         unread += ["--no-shuffle", "--prefetch-mb"] + ["--blocks-per-epoch"] * (not args.pack)
     else:
         unread += LANCEDB_FLAGS
-    if name not in ("lancedb", "mosaic"):
+    if name != "lancedb" and not issubclass(LOADERS[name], LibraryBlocks):
         unread += WORKER_FLAGS
     return given(args, parser, unread)

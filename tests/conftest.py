@@ -1,5 +1,6 @@
 """What the tests share: real tables, and ways to run the programs."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -59,11 +60,39 @@ PACKED_LENGTH = 32  # tokens of a block
 def packed(corpus, tmp_path_factory) -> Path:
     """The corpus's blocks in every format."""
     import build_packed_datasets
+    from blocks_writers import FORMATS
 
     out = tmp_path_factory.mktemp("packed") / "blocks"
-    flags = ["--seq-len", str(PACKED_LENGTH), "--out", str(out)]
+    flags = ["--seq-len", str(PACKED_LENGTH), "--out", str(out), "--formats", ",".join(FORMATS)]
     build_packed_datasets.main(["--db", str(corpus), *flags])
     return out
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The address of an S3 of our own, moto's, on a free port of this machine."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    yield "http://{}:{}".format(*server.get_host_and_port())
+    server.stop()
+
+
+@pytest.fixture
+def bucket(s3_server, monkeypatch) -> str:
+    """A bucket's address, with the variables set that the libraries look for it by."""
+    import boto3
+
+    for name in [name for name in os.environ if name.startswith(("AWS_", "S3_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tests")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "tests")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    boto3.client("s3").create_bucket(Bucket="blocks")
+    return "s3://blocks"
 
 
 def memmap_rows(path: Path) -> list[list[int]]:

@@ -1,8 +1,11 @@
 """The arms of the comparison: each gives the manifest's blocks, once an epoch, on any ranks."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
-from itertools import islice
+from collections.abc import Iterator
+from itertools import combinations, islice
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +13,20 @@ import pytest
 import torch
 
 import blocks_loaders
+import build_packed_datasets
 import launch
 import train
 from blocks_loaders import ARMS, IndexedBlocks
+from blocks_writers import shard_size
 from distributed import World
+from library_loaders import LibraryBlocks
 from tests.conftest import PACKED_LENGTH as T
-from tests.conftest import memmap_rows
+from tests.conftest import ROOT, memmap_rows
 from tokenizer import ByteTokenizer
 
 REAL = [name for name in ARMS if name != "synthetic"]
+LIBRARIES = [name for name, arm in ARMS.items() if issubclass(arm, LibraryBlocks)]
+NEW = ["webdataset", "litdata"]  # that a test can open as several ranks in one process
 
 
 def open_arm(name: str, path: Path, *flags: str, rank: int = 0, ranks: int = 1):
@@ -39,17 +47,99 @@ def take(arm, steps: int) -> list[list[int]]:
     return rows
 
 
+def one_epoch(arm, epoch: int) -> Iterator[list[dict]]:
+    """The steps of that epoch."""
+    for step in arm.steps():
+        if arm.epoch != epoch:
+            break
+        yield step
+    arm.close()
+
+
 @pytest.mark.parametrize("name", REAL)
 def test_an_epoch_is_the_manifests_blocks_once_each(packed, name):
     arm = open_arm(name, packed, "--batch-size", "7")
     steps = arm.blocks_per_epoch // 7
     found, expected = take(arm, steps), memmap_rows(packed / "memmap")
-    # mosaic and the next step leave a tail of less than a step
+    # a tail of less than a step is left out
     assert Counter(map(tuple, found)) <= Counter(map(tuple, expected))
     assert len(found) == 7 * steps > len(expected) - 7
     ordered = take(open_arm(name, packed, "--batch-size", "7", "--no-shuffle"), steps)
     assert ordered == expected[: 7 * steps]
     assert (found == ordered) == (name == "parquet-seq")  # shuffled when it was written
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_epochs_that_the_steps_divide_follow_one_another_in_other_orders(packed, name):
+    expected = memmap_rows(packed / "memmap")
+    size = max(n for n in range(1, 40) if len(expected) % n == 0)
+    arm = open_arm(name, packed, "--batch-size", str(size))
+    epochs, rows = [], []
+    for step in islice(arm.steps(), 3 * len(expected) // size):
+        rows += rows_of(step)
+        epochs.append(arm.epoch)
+    arm.close()
+    assert epochs == sorted([0, 1, 2] * (len(expected) // size))
+    parts = [rows[i : i + len(expected)] for i in range(0, len(rows), len(expected))]
+    assert all(sorted(part) == sorted(expected) for part in parts)
+    assert parts[0] != parts[1] != parts[2] != parts[0]
+    other = open_arm(name, packed, "--batch-size", str(size), "--shuffle-seed", "7")
+    assert take(other, len(expected) // size) != parts[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NEW)
+def test_with_workers_an_epoch_is_every_block_once_and_the_order_the_same_again(packed, name):
+    expected = memmap_rows(packed / "memmap")
+    flags = ("--batch-size", "7", "--num-workers", "2")
+    steps = len(expected) // 7
+    found = take(open_arm(name, packed, *flags), steps)
+    assert len(found) == 7 * steps > len(expected) - 7
+    assert Counter(map(tuple, found)) <= Counter(map(tuple, expected))
+    arm = open_arm(name, packed, *flags)
+    arm.load_state_dict(arm.state_dict() | {"consumed": 7 * (steps - 5)})
+    assert take(arm, 5) == found[-35:]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("name", NEW)
+def test_ranks_of_other_libraries_have_the_same_steps(packed, name, shuffle, ranks):
+    flags = ("--batch-size", "5", "--global-batch", str(10 * ranks), *["--no-shuffle"][shuffle:])
+    expected = memmap_rows(packed / "memmap")
+    counts, steps_of = [], []
+    for rank in range(ranks):
+        arm = open_arm(name, packed, *flags, rank=rank, ranks=ranks)
+        steps = [rows_of(step) for step in one_epoch(arm, 0)]
+        assert {len(rows) for rows in steps} == {10}
+        counts.append(Counter(tuple(row) for rows in steps for row in rows))
+        steps_of.append(len(steps))
+    assert len(set(steps_of)) == 1 and steps_of[0] <= len(expected) // (10 * ranks)
+    both = sum((a & b).total() for a, b in combinations(counts, 2))
+    together, lost = sum(counts, Counter()), Counter(map(tuple, expected))
+    lost.subtract(together)
+    missed = sum(n for n in lost.values() if n > 0)
+    repeated = -sum(n for n in lost.values() if n < 0)
+    most = shard_size(len(expected)) * ranks  # a shard is of one rank: one more is what it has
+    assert both == 0 and missed <= most and repeated <= most
+    assert repeated == 0 or name == "webdataset"
+    print(f"{name}, {ranks} ranks: {missed} left out, {repeated} repeated of {len(expected)}")
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_a_rank_of_two_goes_on_behind_what_was_consumed(packed, name):
+    flags = ("--batch-size", "8")
+    whole = open_arm(name, packed, *flags, rank=1, ranks=2)
+    rows = [rows_of(step) for step in one_epoch(whole, 0)]
+    again = open_arm(name, packed, *flags, rank=1, ranks=2)
+    again.load_state_dict(again.state_dict() | {"consumed": 16 * (len(rows) - 3)})
+    steps = again.steps()
+    assert [rows_of(step) for step in islice(steps, 3)] == rows[-3:]
+    second = rows_of(next(steps))
+    at_end = open_arm(name, packed, *flags, rank=1, ranks=2)
+    at_end.load_state_dict(at_end.state_dict() | {"consumed": 16 * len(rows)})
+    assert rows_of(next(at_end.steps())) == second
+    assert at_end.epoch == 1
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -86,6 +176,46 @@ def test_ranks_divide_the_same_global_batches(packed, name):
         rows_of(s) for s in islice(open_arm(name, packed, *flags, "--no-shuffle").steps(), 4)
     ]
     assert again == ordered
+
+
+@pytest.mark.parametrize("name", ["lance", "mosaic"])
+def test_arms_read_from_an_object_store_what_they_read_from_a_disk(corpus, packed, bucket, name):
+    out = f"{bucket}/arms"
+    build_packed_datasets.main(
+        ["--db", str(corpus), "--seq-len", str(T), "--out", out, "--formats", "lance,mds"]
+    )
+    flags = ("--batch-size", "9")
+    arm = open_arm(name, out, *flags)
+    assert take(arm, 250) == take(open_arm(name, packed, *flags), 250)  # into the second epoch
+    assert name == "lance" or (arm.cache and not Path(arm.cache).exists())
+    ordered = take(open_arm(name, out, *flags, "--no-shuffle"), 5)
+    assert ordered == memmap_rows(packed / "memmap")[:45]
+    with pytest.raises(SystemExit, match="memmap: reads no object store"):
+        open_arm("memmap", out)
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_steps_that_a_library_cannot_deal_are_refused(packed, name):
+    for flags, words in (
+        (("--global-batch", "10"), "--global-batch 10 must be a multiple of --batch-size 4 x 2"),
+        (("--global-batch", "8000"), "--global-batch 8000 is more than an epoch of"),
+    ):
+        arm = open_arm(name, packed, "--batch-size", "4", *flags, ranks=2)
+        with pytest.raises(SystemExit, match=words) as refused:
+            next(arm.steps())
+        assert "\n" not in str(refused.value)
+
+
+def test_more_ranks_than_shards_are_refused(packed):
+    with pytest.raises(SystemExit, match="17 shards do not go round 18 ranks"):
+        next(open_arm("webdataset", packed, ranks=18).steps())
+
+
+def test_importing_the_arms_imports_none_of_their_packages():
+    code = "import sys, loaders, build_packed_datasets; print(sorted(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "'blocks_loaders'" in found.stdout
+    assert not any(f"'{name}'" in found.stdout for name in ("streaming", "webdataset", "litdata"))
 
 
 @pytest.mark.slow
