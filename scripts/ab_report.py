@@ -12,14 +12,14 @@ RESOURCES = ("pss_bytes", "threads", "descriptors", "shm_bytes", "loader_read_by
 # how each loader shuffles, reads, and finds its place again
 ABOUT = {
     "elastic": ("documents, of the whole table", "two threads", "by block number"),
-    "lancedb": ("documents, of the whole table", "threads or workers", "by its state, same ranks"),
+    "lancedb": ("documents, of the whole table", "threads", "by its state, same ranks"),
     "lance": ("blocks, of the whole epoch", "one thread", "by block number"),
-    "mosaic": ("shards, then blocks in a window (py1e)", "workers", "by sample number"),
+    "mosaic": ("shards, then blocks in a window (py1e)", None, "by sample number"),
     "parquet-random": ("blocks, of the whole epoch", "one thread", "by block number"),
     "parquet-seq": ("once, when written", "the loop itself", "by block number"),
     "memmap": ("blocks, of the whole epoch", "one thread", "by block number"),
-    "webdataset": ("shards, then blocks in a buffer", "workers", "by reading again"),
-    "litdata": ("chunks, then blocks in each", "workers", "by its state"),
+    "webdataset": ("shards, then blocks in a buffer", None, "by reading again"),
+    "litdata": ("chunks, then blocks in each", None, "by its state"),
     "synthetic": ("none: the same step for ever", "nothing", "nothing to find"),
 }
 
@@ -123,8 +123,8 @@ class Report(Comparison):
         tokens = self.results["manifest"]["blocks"] * self.results["manifest"]["seq_len"]
         yield (
             f"Peaks over all processes ({in_group(group)}); the synthetic loader shows what torch "
-            "takes. Bytes read are those of read calls: what is mapped shows only in the bytes from "
-            "storage (cold).\n"
+            "takes. Bytes read are those of read calls: what is mapped shows only in the bytes "
+            "from storage (cold).\n"
         )
         cold = next((g for g in self.groups if g[0] == "cold"), None)
         heads = ["loader", "memory (PSS)", "threads", "descriptors", "/dev/shm", "read, B/token"]
@@ -153,13 +153,19 @@ class Report(Comparison):
         heads += ["same steps on all ranks", "resumes exactly", "displacement"]
         heads += ["shuffles", "read by", "finds its place"]
         cells = {
-            label: [*self.checked(arm, ranks), *ABOUT[arm["arm"]]] for label, arm in arms.items()
+            label: [*self.checked(arm, ranks), *self.about(arm)] for label, arm in arms.items()
         }
         yield from markdown(["loader", *heads], cells)
         failures = [(label, k, v) for label, arm in arms.items() for k, v in arm["failed"].items()]
         if failures:
             yield "\nFailed, with the reason:\n"
             yield from (f"- `{label}` ({what}): {why}" for label, what, why in failures)
+
+    def about(self, arm: dict) -> tuple[str, str, str]:
+        """How it shuffles, reads and finds its place; ``None`` stands for the workers."""
+        shuffles, reads, resumes = ABOUT[arm["arm"]]
+        workers = self.settings["num_workers"]
+        return shuffles, reads or (f"{workers} workers" if workers else "the loop itself"), resumes
 
     def checked(self, arm: dict, ranks: list[int]) -> list[str]:
         manifest = self.results["manifest"]
@@ -185,9 +191,9 @@ class Report(Comparison):
         stayed = [cell["stayed"] for cell in cells if cell.get("stayed") is not None]
         if stayed:
             yield (
-                "- Cold: the kernel was asked to drop the pages of the loader's own files, of which "
-                f"at most {max(stayed):.0%} stayed, and the plan cache is empty. What the disk keeps, "
-                "or the host of a virtual machine, is not known."
+                "- Cold: the plan cache is empty, and the kernel was asked to drop the pages of the "
+                f"loader's own files, of which at most {max(stayed):.0%} stayed. What the disk "
+                "keeps, or the host of a virtual machine, is not known."
             )
         if overhead := self.results.get("overhead"):
             yield (
