@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: help demo test chaos lint clean
+.PHONY: help demo test ab chaos lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -27,6 +27,10 @@ demo: $(VENV)/.installed  ## build a table, train, evaluate, sample: 5 minutes o
 
 test: $(VENV)/.installed-dev  ## run all tests
 	$(PY) -m pytest
+
+ab: $(VENV)/.installed-dev  ## compare all loaders on the demo corpus: 9 minutes on 2 cores
+	test -d lance_pretrain_db || $(PY) scripts/demo.py
+	$(PY) scripts/ab.py
 
 chaos: $(VENV)/.installed-dev  ## kill a run 20 times at random and compare with a whole one
 	$(PY) tests/chaos.py --kills 20

@@ -3,6 +3,8 @@
 Shapes: B blocks, T positions, H heads, D channels of a head.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -10,7 +12,13 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 TILE = 128  # positions; FlexAttention's default block size
-fused_flex_attention = torch.compile(flex_attention)  # without it, it forms all T x T scores
+
+
+@cache
+def fused_flex_attention() -> Callable:
+    """FlexAttention by itself in a kernel: uncompiled, it forms all T x T scores. Made when it is
+    needed, as the compiler takes a second to import."""
+    return torch.compile(flex_attention)
 
 
 class Documents(NamedTuple):
@@ -67,7 +75,8 @@ def attend(
     """Attention of ``q`` (B, H, T, D) to ``k`` and ``v`` (B, H / n, T, D); no mask: causal."""
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
-        flex = fused_flex_attention if q.is_cuda else flex_attention
+        alone = q.is_cuda and not torch.compiler.is_compiling()  # else the step's compiler fuses it
+        flex = fused_flex_attention() if alone else flex_attention
         return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
     causal = mask is None
     return F.scaled_dot_product_attention(

@@ -27,7 +27,7 @@ import common
 import hardware
 import launch as setup
 from blocks_loaders import ARMS
-from flags import Parser, not_negative, positive
+from flags import Parser, magnitude, not_negative, positive
 from loaders import LOADERS
 from packed_blocks import BLOCK_HASHES, MANIFEST
 from scripts import ab_report
@@ -50,14 +50,18 @@ def main(argv: list[str] | None = None) -> None:
         ab_report.write(results, args.out or args.redraw.parent)
         return
     args.out = args.out or Path("runs/ab")
-    comparison = Comparison(args, rest)
+    matrix, interrupted = Matrix(args, rest), False
     try:
-        comparison.run()
-    except KeyboardInterrupt:
-        comparison.results["interrupted"] = True
-        raise SystemExit("interrupted: what was measured is in the report") from None
-    finally:
-        comparison.finish()
+        try:
+            matrix.run()
+        except KeyboardInterrupt:
+            interrupted = matrix.results["interrupted"] = True
+        finally:
+            matrix.finish()
+    except OSError as error:
+        raise SystemExit(f"--out {args.out}: {error}") from None
+    if interrupted:
+        raise SystemExit("interrupted: what was measured is in the report")
 
 
 def flag_parser() -> Parser:
@@ -77,7 +81,7 @@ def flag_parser() -> Parser:
         "--cache", type=names(CACHES), default=["warm"], help="page and plan cache: warm, cold"
     )
     parser.add_argument("--repeats", type=positive, default=5, help="turns of all arms")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measured window")
+    parser.add_argument("--seconds", type=magnitude, default=1.0, help="of each measured window")
     parser.add_argument(
         "--check-seconds", type=positive, default=60, help="most of checking what one delivers"
     )
@@ -119,8 +123,8 @@ def read_results(path: Path) -> dict:
         raise SystemExit(f"--from {path}: {error}") from None
 
 
-class Comparison:
-    """Everything that is measured, in ``results``, which is saved after each turn."""
+class Matrix:
+    """What is measured, every loader under every setting; ``results`` is saved after each turn."""
 
     def __init__(self, args: argparse.Namespace, rest: list[str]) -> None:
         if own := [flag for flag in OWN if flag in {word.partition("=")[0] for word in rest}]:
@@ -192,7 +196,7 @@ class Comparison:
     def build(self) -> None:
         """Pack the blocks: all formats in one pass, or one by one where that fails."""
         formats = {ARMS[a["arm"]].format for a in self.results["arms"].values() if a["arm"] in ARMS}
-        wanted = sorted(formats - {""}) or ["memmap"]  # synthetic reads the manifest alone
+        wanted, failed = sorted(formats - {""}) or ["memmap"], {}  # all need the manifest
         try:
             self.pack(wanted)
         except Failed:
@@ -200,12 +204,13 @@ class Comparison:
                 try:
                     self.pack([name])
                 except Failed as error:
-                    for arm in self.results["arms"].values():
-                        if arm["arm"] in ARMS and ARMS[arm["arm"]].format == name:
-                            arm["failed"]["build"] = str(error)
+                    failed[name] = str(error)
                     print(f"{name}: {error}", flush=True)
-        if not (self.blocks / MANIFEST).exists():
-            raise SystemExit(f"no blocks in {self.blocks}: nothing to compare")
+        if len(failed) == len(wanted):
+            raise SystemExit(f"nothing to compare: {failed[wanted[0]]}")
+        for arm in self.results["arms"].values():
+            if reason := failed.get(getattr(ARMS.get(arm["arm"]), "format", None)):
+                arm["failed"]["build"] = reason
         self.manifest = json.loads((self.blocks / MANIFEST).read_text())
         self.hashes = np.load(self.blocks / BLOCK_HASHES)
         if self.manifest["blocks"] < self.global_batch:
@@ -223,7 +228,6 @@ class Comparison:
         script = str(ROOT / "build_packed_datasets.py")
         words = [sys.executable, script, "--out", str(self.blocks), "--formats", ",".join(formats)]
         done = subprocess.run([*words, *self.rest], stderr=subprocess.PIPE, text=True)
-        sys.stderr.write(done.stderr)
         if done.returncode:
             raise Failed((done.stderr.splitlines() or ["no reason given"])[-1])
 
@@ -342,10 +346,11 @@ class Comparison:
         partial.rename(self.args.out / "results.json")
 
     def finish(self) -> None:
+        """Write the report of what there is; nothing else stays."""
         shutil.rmtree(self.scratch, ignore_errors=True)
-        if "manifest" in self.results:
+        if self.results["cells"]:
             self.save()
-            ab_report.write(json.loads((self.args.out / "results.json").read_text()), self.args.out)
+            ab_report.write(read_results(self.args.out / "results.json"), self.args.out)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from metrics import human
 from scripts.ab_figures import RATE, Comparison, about_machine, in_group
 
 OURS, OTHERS, CEILING = "#d1495b", "#5b8fb9", "#b9bec5"
+DPI = 130
 TITLE = {"x": 0.01, "ha": "left", "fontweight": "bold", "fontsize": 10}
 
 
@@ -20,6 +21,7 @@ def draw(report: Comparison, out: Path) -> list[str]:
     """Draw what there are figures for, as NAME.png in ``out``. Returns the names."""
     machine, drawn = report.results["machine"], []
     footer = f"{about_machine(machine)}, commit {(machine['git_commit'] or 'unknown')[:8]}"
+    footer = footer.replace(", Python", ",\nPython")
     for name, plot in PLOTS.items():
         if (figure := plot(report)) is not None:
             figure.text(0.01, 0.005, footer, fontsize=6, color="#666666")
@@ -40,8 +42,8 @@ def bars(
     if not groups:
         return None
     height = 1.3 + 0.28 * len(report.labels)
-    figure = Figure(figsize=(1.6 + 3.4 * len(groups), height), layout="constrained")
-    figure.get_layout_engine().set(rect=(0, 0.05, 1, 0.95))
+    figure = Figure(figsize=(2.4 + 3.4 * len(groups), height), dpi=DPI, layout="constrained")
+    figure.get_layout_engine().set(rect=(0, 0.08, 1, 0.92))
     figure.suptitle(title, **TITLE)
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
     for axes, group in zip(panels, groups, strict=True):
@@ -63,7 +65,7 @@ def panel(
         values = report.repeats(label, group, measure)
         if not values:
             where = axes.get_yaxis_transform()
-            axes.text(0.02, place, "failed", va="center", fontsize=7, transform=where)
+            axes.text(0.02, place, "no figure", va="center", fontsize=7, transform=where)
             continue
         middle = statistics.median(values)
         error = [[middle - min(values)], [max(values) - middle]]
@@ -120,15 +122,18 @@ def timeline(report: Comparison) -> Figure | None:
 
 
 def timelines(shown: dict[str, list[float]], mode: str, group: tuple[str, int]) -> Figure:
-    figure = Figure(figsize=(7.5, 0.9 + 0.72 * len(shown)), layout="constrained")
-    figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.97))
+    figure = Figure(figsize=(7.5, 0.9 + 0.72 * len(shown)), dpi=DPI, layout="constrained")
+    figure.get_layout_engine().set(rect=(0, 0.04, 1, 0.96))
     kind = {"sleep": "computing pretended", "train": "train.py", "loader": "loader alone"}[mode]
     figure.suptitle(f"Step by step ({kind}, {in_group(group)}, first turn)", **TITLE)
     panels = figure.subplots(len(shown), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    low, high = (f(map(f, shown.values())) for f in (min, max))
     for axes, (label, times) in zip(panels, shown.items(), strict=True):
         axes.plot(range(1, len(times) + 1), times, color=color(label), linewidth=0.9)
         axes.set_yscale("log")
-        axes.set_ylabel("ms", fontsize=7)
+        axes.set_yticks([low, high], [f"{low:.2g}", f"{high:.2g}"])
+        axes.minorticks_off()
+        axes.set_ylabel("ms (log)", fontsize=7)
         axes.tick_params(labelsize=7)
         axes.set_title(label, fontsize=8, loc="left", pad=2)
         axes.spines[["top", "right"]].set_visible(False)

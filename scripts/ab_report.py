@@ -163,7 +163,7 @@ class Report(Comparison):
 
     def about(self, arm: dict) -> tuple[str, str, str]:
         """How it shuffles, reads and finds its place; ``None`` stands for the workers."""
-        shuffles, reads, resumes = ABOUT[arm["arm"]]
+        shuffles, reads, resumes = ABOUT.get(arm["arm"], ("", None, ""))
         workers = self.settings["num_workers"]
         return shuffles, reads or (f"{workers} workers" if workers else "the loop itself"), resumes
 
@@ -191,8 +191,8 @@ class Report(Comparison):
         stayed = [cell["stayed"] for cell in cells if cell.get("stayed") is not None]
         if stayed:
             yield (
-                "- Cold: the plan cache is empty, and the kernel was asked to drop the pages of the "
-                f"loader's own files, of which at most {max(stayed):.0%} stayed. What the disk "
+                "- Cold: the plan cache is empty, and the kernel was asked to drop the pages of "
+                f"the loader's own files, of which at most {max(stayed):.0%} stayed. What the disk "
                 "keeps, or the host of a virtual machine, is not known."
             )
         if overhead := self.results.get("overhead"):

@@ -174,9 +174,9 @@ class Sampler(threading.Thread):
         return now
 
 
-def drop_page_cache(files: Iterable[Path]) -> float:
+def drop_page_cache(files: Iterable[Path]) -> float | None:
     """Ask the kernel to forget the pages of ``files``, which everybody may. Returns the share of
-    them that stayed."""
+    them that stayed; None where there are none."""
     pages = stayed = 0
     for path in filter(lambda path: path.stat().st_size, files):
         with open(path, "rb") as file:
@@ -184,7 +184,7 @@ def drop_page_cache(files: Iterable[Path]) -> float:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         here = in_page_cache(path)
         pages, stayed = pages + len(here), stayed + int(here.sum())
-    return stayed / pages if pages else 0.0
+    return stayed / pages if pages else None
 
 
 def in_page_cache(path: Path) -> np.ndarray:
