@@ -174,10 +174,8 @@ class Matrix:
 
     def attempt(self, label: str, ranks: int, cache: str, measure: Callable) -> None:
         """Measure, unless it failed before; a failure is noted and the rest goes on."""
-        arm, key = (
-            self.results["arms"][label],
-            f"{measure.__name__}, {cache}, {ranks} rank{'s' * (ranks > 1)}",
-        )
+        arm = self.results["arms"][label]
+        key = f"{measure.__name__}, {cache}, {ranks} rank{'s' * (ranks > 1)}"
         if "build" in arm["failed"] or key in arm["failed"]:
             return
         try:
@@ -260,10 +258,9 @@ class Matrix:
         cell = {"label": label, "ranks": ranks, "cache": cache, "stayed": stayed, **peaks}
         for key in results[0].keys() - modes.keys():  # seconds: the slowest rank's
             cell[key] = max(result[key] for result in results)
-        check = arm["checks"].get(ranks)
-        tokens = (
-            check["tokens"] / check["steps"] if check else self.global_batch * self.block_tokens
-        )
+        tokens = self.global_batch * self.block_tokens
+        if check := arm["checks"].get(ranks):  # some are padding
+            tokens = check["tokens"] / check["steps"]
         for mode in modes:
             cell |= combined(mode, [result[mode] for result in results], tokens / ranks)
         self.results["cells"].append(cell)
@@ -321,7 +318,9 @@ class Matrix:
     def files_of(self, arm: dict) -> list[Path]:
         if arm["arm"] not in ARMS:
             return self.table
-        root = self.blocks / ARMS[arm["arm"]].format
+        if not (name := ARMS[arm["arm"]].format):
+            return []
+        root = self.blocks / name
         return [path for path in root.rglob("*") if path.is_file()]
 
     def cell(

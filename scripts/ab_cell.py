@@ -110,8 +110,8 @@ def rows_of(batches: list[Batch], dtype: np.dtype) -> np.ndarray:
 
 
 def check(open_stream: Callable[[], Stream], spec: dict, world: World) -> dict:
-    """Hashes of an epoch's blocks and of one step more, as far as ``seconds`` go, and the loader's
-    state on the way.
+    """Hashes of an epoch's blocks and of the step that leaves it, as far as ``seconds`` go, and the
+    loader's state on the way.
 
     ``hashes-RANK.npy`` holds them in order; ``blocks`` says how many each step has.
     """
@@ -119,12 +119,15 @@ def check(open_stream: Callable[[], Stream], spec: dict, world: World) -> dict:
     hashes: list[np.ndarray] = []
     states: dict[int, dict] = {}  # by steps done
     with closing(open_stream()) as stream:
-        whole, tail = divmod(stream.blocks_per_epoch, stream.global_batch)
+        whole = stream.blocks_per_epoch // stream.global_batch
         parts = {part: max(1, whole * part // 100) for part in PARTS}
         wanted = {*parts.values(), *(2**i for i in range(whole.bit_length()))}
-        for step, batches in enumerate(islice(stream.steps(), whole + (tail > 0)), 1):
+        for step, batches in enumerate(stream.steps(), 1):
             hashes.append(block_hashes(rows_of(batches, dtype)))
-            tokens += sum(int(batch["mask"].sum()) for batch in batches) * (step <= whole)
+            if stream.epoch > 0:
+                whole = step - 1
+                break
+            tokens += sum(int(batch["mask"].sum()) for batch in batches)
             if step in wanted:
                 states[step] = stream.state_dict()
             if step % AGREE == 0 and world.maximum([clock() - began])[0] > spec["seconds"]:
@@ -169,8 +172,8 @@ def overhead(open_stream: Callable[[], Stream], spec: dict, world: World) -> dic
 TASKS = {"speed": speed, "check": check, "overhead": overhead}
 
 
-def main(argv: list[str] | None = None) -> None:
-    spec = json.loads(Path((argv or sys.argv[1:])[0]).read_text())
+def main() -> None:
+    spec = json.loads(Path(sys.argv[1]).read_text())
     out, world = Path(spec["out"]), distributed.world_from_environ()
     try:
         result = measure(spec, world)

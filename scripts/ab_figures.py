@@ -40,13 +40,15 @@ def combined(mode: str, ranks: list[dict], step_tokens: float) -> dict:
 
 
 def trained(records: list[dict], steps: int) -> dict:
-    """The figures of the last ``steps`` steps of a run, from its metrics.jsonl."""
-    rows = [row for row in records if "data_wait_s" in row][-steps:]
+    """The figures of the last ``steps`` steps of a run, from its metrics.jsonl of every step."""
+    rows = [row for row in records if "step_s" in row][-steps:]
     seconds = sum(row["step_s"] for row in rows)
     tokens = rows[-1]["tokens"] - rows[0]["tokens"]
+    waits = [row["data_wait_ms_p50"] for row in rows]  # of one step each, the slowest rank's
     return {
         "train_tokens_per_second": tokens / (seconds - rows[0]["step_s"]),
-        "train_wait_share": sum(row["data_wait_s"] for row in rows) / seconds,
+        "train_wait_share": sum(waits) / 1e3 / seconds,
+        **{f"train_wait_ms_p{p}": float(np.percentile(waits, p)) for p in (50, 95, 99)},
         "train_first_batch_s": next(r["first_batch_s"] for r in records if "first_batch_s" in r),
         "train_timeline_ms": [1e3 * row["step_s"] for row in rows],
     }

@@ -115,8 +115,10 @@ class Report(Comparison):
         if "train" in s["modes"]:
             yield f"\ntrain.py itself, {s['model']}, {s['train_steps']} steps:\n"
             yield from self.table("tok/s", spread, "train_tokens_per_second")
-            yield "\nThe main rank's wait there:\n"
+            yield "\nThe worst rank's wait there, as a share and in ms:\n"
             yield from self.table("waits", percent, "train_wait_share")
+            yield ""
+            yield from self.table("ms", plain, *(f"train_wait_ms_p{p}" for p in (50, 95, 99)))
 
     def resources(self) -> Iterator[str]:
         group, arms = self.groups[0] if self.groups else ("warm", 1), self.results["arms"]
@@ -124,7 +126,7 @@ class Report(Comparison):
         yield (
             f"Peaks over all processes ({in_group(group)}); the synthetic loader shows what torch "
             "takes. Bytes read are those of read calls: what is mapped shows only in the bytes "
-            "from storage (cold).\n"
+            "from storage (cold). The table is on disk with its text and all its columns.\n"
         )
         cold = next((g for g in self.groups if g[0] == "cold"), None)
         heads = ["loader", "memory (PSS)", "threads", "descriptors", "/dev/shm", "read, B/token"]

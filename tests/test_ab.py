@@ -224,12 +224,13 @@ def test_ranks_are_combined_by_sums_and_by_the_slowest():
 def test_training_figures_leave_the_first_steps_out():
     rows = [{"step": 1, "first_batch_s": 7.0, "plan_s": 1.0}]
     rows += [
-        {"step": s, "tokens": 100 * s, "step_s": 9.0 if s < 3 else 0.5, "data_wait_s": 0.125}
+        {"step": s, "tokens": 100 * s, "step_s": 9.0 if s < 3 else 0.5, "data_wait_ms_p50": 125}
         for s in range(1, 7)
     ]
     found = trained(rows, 4)
     assert found["train_tokens_per_second"] == 200 and found["train_wait_share"] == 0.25
-    assert found["train_first_batch_s"] == 7 and found["train_timeline_ms"] == [500.0] * 4
+    assert found["train_wait_ms_p99"] == 125 and found["train_first_batch_s"] == 7
+    assert found["train_timeline_ms"] == [500.0] * 4
 
 
 def test_figures_are_medians_by_name_with_units():
