@@ -45,22 +45,25 @@ def main(argv: list[str] | None = None) -> None:
     parser = flag_parser()
     args, rest = parser.parse_known_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if args.redraw:
-        results = read_results(args.redraw)
-        ab_report.write(results, args.out or args.redraw.parent)
-        return
-    args.out = args.out or Path("runs/ab")
-    matrix, interrupted = Matrix(args, rest), False
+    out = args.out or (args.redraw.parent if args.redraw else Path("runs/ab"))
     try:
-        try:
-            matrix.run()
-        except KeyboardInterrupt:
-            interrupted = matrix.results["interrupted"] = True
-        finally:
-            matrix.finish()
+        if args.redraw:
+            ab_report.write(read_results(args.redraw), out)
+        else:
+            measure(Matrix(args, out, rest))
     except OSError as error:
-        raise SystemExit(f"--out {args.out}: {error}") from None
-    if interrupted:
+        raise SystemExit(f"--out {out}: {error}") from None
+
+
+def measure(matrix: "Matrix") -> None:
+    """Run it; also when it is interrupted, the report has what was measured."""
+    try:
+        matrix.run()
+    except KeyboardInterrupt:
+        matrix.results["interrupted"] = True
+    finally:
+        matrix.finish()
+    if "interrupted" in matrix.results:
         raise SystemExit("interrupted: what was measured is in the report")
 
 
@@ -118,24 +121,27 @@ def numbers(text: str) -> list[int]:
 
 def read_results(path: Path) -> dict:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        results = json.loads(path.read_text())
+        if not {"figures", "arms", "settings", "manifest"} <= results.keys():
+            raise ValueError("not what this script writes as results.json")
+        return results
+    except (OSError, ValueError, AttributeError) as error:
         raise SystemExit(f"--from {path}: {error}") from None
 
 
 class Matrix:
     """What is measured, every loader under every setting; ``results`` is saved after each turn."""
 
-    def __init__(self, args: argparse.Namespace, rest: list[str]) -> None:
+    def __init__(self, args: argparse.Namespace, out: Path, rest: list[str]) -> None:
         if own := [flag for flag in OWN if flag in {word.partition("=")[0] for word in rest}]:
             raise SystemExit(f"{own[0]} is set for each loader here: leave it out")
         trainer = setup.flag_parser().parse_args(rest)  # one line for what train.py would refuse
-        self.args, self.rest, self.steps, self.states = args, rest, {}, {}
-        self.blocks = args.blocks or args.out / "blocks"
+        self.args, self.out, self.rest, self.steps, self.states = args, out, rest, {}, {}
+        self.blocks = args.blocks or out / "blocks"
         self.global_batch = trainer.batch_size * max(args.ranks)
         self.block_tokens = trainer.seq_len
-        args.out.mkdir(parents=True, exist_ok=True)
-        self.scratch = Path(tempfile.mkdtemp(prefix="scratch-", dir=args.out)).resolve()
+        out.mkdir(parents=True, exist_ok=True)
+        self.scratch = Path(tempfile.mkdtemp(prefix="scratch-", dir=out)).resolve()
         self.table = self.table_files(trainer)
         arms = {}
         for name in args.arms:
@@ -340,16 +346,16 @@ class Matrix:
     def save(self) -> None:
         """Write results.json, whole or not at all."""
         self.results["figures"] = figures(self.results["cells"])
-        partial = self.args.out / "results.json.partial"
+        partial = self.out / "results.json.partial"
         partial.write_text(json.dumps(self.results, indent=1, default=str) + "\n")
-        partial.rename(self.args.out / "results.json")
+        partial.rename(self.out / "results.json")
 
     def finish(self) -> None:
         """Write the report of what there is; nothing else stays."""
         shutil.rmtree(self.scratch, ignore_errors=True)
         if self.results["cells"]:
             self.save()
-            ab_report.write(read_results(self.args.out / "results.json"), self.args.out)
+            ab_report.write(read_results(self.out / "results.json"), self.out)
 
 
 if __name__ == "__main__":

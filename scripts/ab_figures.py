@@ -100,6 +100,10 @@ def in_group(group: tuple[str, int]) -> str:
     return f"{cache}, {ranks} rank{'s' * (ranks > 1)}"
 
 
+def number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
 # -----------------------------------------------------------------------------
 # what was delivered
 

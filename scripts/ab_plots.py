@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from metrics import human
-from scripts.ab_figures import RATE, Comparison, about_machine, in_group
+from scripts.ab_figures import RATE, Comparison, about_machine, in_group, number
 
 OURS, OTHERS, CEILING = "#d1495b", "#5b8fb9", "#b9bec5"
 DPI = 130
@@ -131,7 +131,7 @@ def timelines(shown: dict[str, list[float]], mode: str, group: tuple[str, int]) 
     for axes, (label, times) in zip(panels, shown.items(), strict=True):
         axes.plot(range(1, len(times) + 1), times, color=color(label), linewidth=0.9)
         axes.set_yscale("log")
-        axes.set_yticks([low, high], [f"{low:.2g}", f"{high:.2g}"])
+        axes.set_yticks([low, high], [number(low), number(high)])
         axes.minorticks_off()
         axes.set_ylabel("ms (log)", fontsize=7)
         axes.tick_params(labelsize=7)

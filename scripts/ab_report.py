@@ -6,7 +6,7 @@ from pathlib import Path
 
 from metrics import human
 from scripts import ab_plots
-from scripts.ab_figures import RATE, Comparison, about_machine, in_group, in_words
+from scripts.ab_figures import RATE, Comparison, about_machine, in_group, in_words, number
 
 RESOURCES = ("pss_bytes", "threads", "descriptors", "shm_bytes", "loader_read_bytes_per_token")
 # how each loader shuffles, reads, and finds its place again
@@ -26,6 +26,7 @@ ABOUT = {
 
 def write(results: dict, out: Path) -> None:
     """Write report.md and its plots into ``out``, and say where."""
+    out.mkdir(parents=True, exist_ok=True)
     report = Report(results)
     drawn = ab_plots.draw(report, out)
     text = "\n".join(report.lines(drawn))
@@ -210,10 +211,6 @@ class Report(Comparison):
 def markdown(heads: list[str], cells: dict[str, list[str]]) -> list[str]:
     lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
     return lines + [f"| `{label}` | {' | '.join(row)} |" for label, row in cells.items()]
-
-
-def number(value: float | None) -> str:
-    return "" if value is None else f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def spread(values: list[float]) -> str:

@@ -86,6 +86,7 @@ def test_failed_loaders_are_named_with_their_reason_and_leave_nothing(odd, resul
 
 @pytest.mark.slow
 def test_a_report_is_drawn_again_from_its_results(odd, tmp_path, capsys):
+    tmp_path = tmp_path / "new"
     ab.main(["--from", str(odd / "results.json"), "--out", str(tmp_path)])
     assert (tmp_path / "report.md").read_text() == (odd / "report.md").read_text()
     for name in ("throughput", "wait", "start", "timeline"):
@@ -142,6 +143,7 @@ def test_a_full_disk_is_one_line(corpus, tmp_path):
         (["--ranks", "0"], "0: give at least 1"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["--from", "none.json"], "--from none.json: "),
+        (["--from", str(ROOT / "pyproject.toml")], "pyproject.toml: "),
     ],
 )
 def test_bad_flags_are_refused_in_one_line(flags, words, tmp_path, monkeypatch, capsys):
