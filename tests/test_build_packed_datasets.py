@@ -112,7 +112,8 @@ def test_shards_are_sixteen_at_least_and_of_4096_blocks_at_most():
 
 def test_a_single_block_is_one_shard(corpus, tmp_path):
     length = len(documents(300)[1]) + 1
-    build(corpus, tmp_path / "b", "--filter", "id = 1", "--seq-len", str(length))
+    flags = ("--filter", "id = 1", "--formats", ",".join(FORMATS))
+    build(corpus, tmp_path / "b", *flags, "--seq-len", str(length))
     assert json.loads((tmp_path / "b/manifest.json").read_text())["blocks"] == 1
     for pattern in ("*.tar", "*.bin", "*.mds", "shard*.parquet"):
         shards = [f for f in (tmp_path / "b").rglob(pattern) if f.name != "blocks.bin"]
