@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +65,10 @@ def measure(matrix: "Matrix") -> None:
     finally:
         matrix.finish()
     if "interrupted" in matrix.results:
-        raise SystemExit("interrupted: what was measured is in the report")
+        done = (
+            "what was measured is in the report" if matrix.results["cells"] else "nothing is done"
+        )
+        raise SystemExit(f"interrupted: {done}")
 
 
 def flag_parser() -> Parser:
@@ -176,7 +180,8 @@ class Matrix:
                             self.attempt(label, ranks, cache, self.train)
             self.save()
             print(f"turn {repeat + 1} of {self.args.repeats} done", flush=True)
-        self.measure_overhead()
+        with suppress(Failed):  # the report then leaves it out
+            self.measure_overhead()
 
     def attempt(self, label: str, ranks: int, cache: str, measure: Callable) -> None:
         """Measure, unless it failed before; a failure is noted and the rest goes on."""
