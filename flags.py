@@ -18,7 +18,7 @@ class Parser(argparse.ArgumentParser):
     """argparse that shows the module's docstring and the defaults, and has errors of one line."""
 
     def __init__(self, doc: str | None, usage: str = "%(prog)s [flags]") -> None:
-        super().__init__(description=doc, usage=usage, formatter_class=_Help)
+        super().__init__(description=doc, usage=usage, formatter_class=_Help, allow_abbrev=False)
 
     def error(self, message: str) -> None:
         self.exit(2, f"{self.prog}: {message} (see --help)\n")

@@ -11,6 +11,7 @@ flags are train.py's: which data, --seq-len, --batch-size, --num-workers, --pref
 
 import argparse
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -28,11 +29,11 @@ import common
 import hardware
 import launch as setup
 from blocks_loaders import ARMS
-from flags import Parser, magnitude, not_negative, positive
+from flags import Parser, at_least_two, magnitude, not_negative, positive
 from loaders import LOADERS
 from packed_blocks import BLOCK_HASHES, MANIFEST
 from scripts import ab_report
-from scripts.ab_figures import combined, figures, trained, verdict
+from scripts.ab_figures import RATE, combined, figures, trained, verdict
 from scripts.processes import Failed, drop_page_cache, folder, launch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,7 +46,8 @@ PATIENCE = 180  # seconds that a measurement may take beside what it is asked to
 def main(argv: list[str] | None = None) -> None:
     parser = flag_parser()
     args, rest = parser.parse_known_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     out = args.out or (args.redraw.parent if args.redraw else Path("runs/ab"))
     try:
         if args.redraw:
@@ -62,6 +64,9 @@ def measure(matrix: "Matrix") -> None:
         matrix.run()
     except KeyboardInterrupt:
         matrix.results["interrupted"] = True
+    except BaseException:
+        matrix.results["interrupted"] = True
+        raise
     finally:
         matrix.finish()
     if "interrupted" in matrix.results:
@@ -69,14 +74,15 @@ def measure(matrix: "Matrix") -> None:
             "what was measured is in the report" if matrix.results["cells"] else "nothing is done"
         )
         raise SystemExit(f"interrupted: {done}")
+    if not matrix.results["cells"]:
+        failed = [why for arm in matrix.results["arms"].values() for why in arm["failed"].values()]
+        raise SystemExit(f"nothing could be measured: {failed[0]}")
 
 
 def flag_parser() -> Parser:
     parser = Parser(__doc__, "%(prog)s [flags] [flags of train.py]")
     parser.add_argument("--out", type=Path, help="directory of the report (default: runs/ab)")
-    parser.add_argument(
-        "--blocks", type=Path, help="packed blocks, made where missing (default: OUT/blocks)"
-    )
+    parser.add_argument("--blocks", help="packed blocks, made where missing (default: OUT/blocks)")
     parser.add_argument(
         "--arms", type=names(LOADERS), default=list(LOADERS), help="with commas; one may come twice"
     )
@@ -100,7 +106,9 @@ def flag_parser() -> Parser:
         help="sleep: tokens that a rank's device takes in a second",
     )
     pace.add_argument("--step-ms", type=not_negative, help="sleep: computing time of a step")
-    parser.add_argument("--train-steps", type=positive, default=20, help="train: measured steps")
+    parser.add_argument(
+        "--train-steps", type=at_least_two, default=20, help="train: measured steps"
+    )
     parser.add_argument(
         "--from", type=Path, dest="redraw", metavar="RESULTS", help="only write the report again"
     )
@@ -120,7 +128,7 @@ def names(known: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def numbers(text: str) -> list[int]:
-    return [positive(word) for word in text.split(",")]
+    return sorted({positive(word) for word in text.split(",")})
 
 
 def read_results(path: Path) -> dict:
@@ -139,10 +147,12 @@ class Matrix:
     def __init__(self, args: argparse.Namespace, out: Path, rest: list[str]) -> None:
         if own := [flag for flag in OWN if flag in {word.partition("=")[0] for word in rest}]:
             raise SystemExit(f"{own[0]} is set for each loader here: leave it out")
+        if "://" in (args.blocks or ""):
+            raise SystemExit(f"--blocks {args.blocks}: give a directory")
         trainer = setup.flag_parser().parse_args(rest)  # one line for what train.py would refuse
         self.args, self.out, self.rest, self.steps, self.states = args, out, rest, {}, {}
-        self.blocks = args.blocks or out / "blocks"
-        self.global_batch = trainer.batch_size * max(args.ranks)
+        self.blocks = Path(args.blocks or out / "blocks")
+        self.global_batch = trainer.batch_size * math.lcm(*args.ranks)
         self.block_tokens = trainer.seq_len
         out.mkdir(parents=True, exist_ok=True)
         self.scratch = Path(tempfile.mkdtemp(prefix="scratch-", dir=out)).resolve()
@@ -187,7 +197,7 @@ class Matrix:
         """Measure, unless it failed before; a failure is noted and the rest goes on."""
         arm = self.results["arms"][label]
         key = f"{measure.__name__}, {cache}, {ranks} rank{'s' * (ranks > 1)}"
-        if "build" in arm["failed"] or key in arm["failed"]:
+        if "blocks" in arm["failed"] or key in arm["failed"]:
             return
         try:
             measure(label, ranks, cache)
@@ -219,7 +229,7 @@ class Matrix:
             raise SystemExit(f"nothing to compare: {failed[wanted[0]]}")
         for arm in self.results["arms"].values():
             if reason := failed.get(getattr(ARMS.get(arm["arm"]), "format", None)):
-                arm["failed"]["build"] = reason
+                arm["failed"]["blocks"] = reason
         self.manifest = json.loads((self.blocks / MANIFEST).read_text())
         self.hashes = np.load(self.blocks / BLOCK_HASHES)
         if self.manifest["blocks"] < self.global_batch:
@@ -236,6 +246,7 @@ class Matrix:
     def pack(self, formats: list[str]) -> None:
         script = str(ROOT / "build_packed_datasets.py")
         words = [sys.executable, script, "--out", str(self.blocks), "--formats", ",".join(formats)]
+        words += ["--plan-cache", str(self.scratch / "plans")]
         done = subprocess.run([*words, *self.rest], stderr=subprocess.PIPE, text=True)
         if done.returncode:
             raise Failed((done.stderr.splitlines() or ["no reason given"])[-1])
@@ -251,30 +262,47 @@ class Matrix:
             results, _ = self.cell(label, ranks, out, spec)
             parts = [np.load(out / f"hashes-{rank}.npy") for rank in range(ranks)]
         arm = self.results["arms"][label]
-        arm["checks"][ranks], steps = verdict(results, parts, self.hashes, self.block_tokens)
+        found, steps = verdict(results, parts, self.hashes, self.block_tokens)
+        if found["unknown"] and arm["arm"] == "elastic":
+            raise SystemExit(f"{self.blocks} holds blocks of other tokens: give another --blocks")
+        if found["unknown"] and arm["arm"] != "lancedb":  # which packs by itself
+            arm["failed"]["blocks"] = f"{found['unknown']:,} of its blocks are not the packing's"
+            return
         first = self.steps.setdefault(label, steps)
         both = zip(first, steps, strict=False)  # as far as both were checked
-        arm["checks"][ranks]["same_as_first"] = all(np.array_equal(a, b) for a, b in both)
+        found["same_as_first"] = all(np.array_equal(a, b) for a, b in both)
+        arm["checks"][ranks] = found
         self.states[label, ranks] = results[0]["states"]
 
     def speed(self, label: str, ranks: int, cache: str) -> None:
         args, arm = self.args, self.results["arms"][label]
         pause = 1e-3 * args.step_ms if args.step_ms is not None else self.pause(ranks)
         modes = {mode: pause * (mode == "sleep") for mode in args.modes if mode != "train"}
-        with folder(self.scratch) as out:
-            stayed = drop_page_cache(self.files_of(arm)) if cache == "cold" else None
-            spec = {"task": "speed", "seconds": args.seconds, "modes": modes}
-            spec |= {"states": self.states.get((label, ranks), {})}
-            results, peaks = self.cell(label, ranks, out, spec, cold=cache == "cold")
-        cell = {"label": label, "ranks": ranks, "cache": cache, "stayed": stayed, **peaks}
+        cold = cache == "cold"
+        # what one mode has read is no longer cold for the next: a process each
+        for together in [{mode: modes[mode]} for mode in modes] if cold else [modes]:
+            with folder(self.scratch) as out:
+                stayed = drop_page_cache(self.files_of(arm)) if cold else None
+                spec = {"task": "speed", "seconds": args.seconds, "modes": together}
+                spec |= {"states": self.states.get((label, ranks), {}), "warm_up": not cold}
+                results, peaks = self.cell(label, ranks, out, spec, cold)
+            self.results["cells"].append(
+                self.speed_cell(label, ranks, cache, together, results) | peaks | {"stayed": stayed}
+            )
+
+    def speed_cell(
+        self, label: str, ranks: int, cache: str, modes: dict[str, float], results: list[dict]
+    ) -> dict:
+        """The figures of one launch."""
+        cell = {"label": label, "ranks": ranks, "cache": cache}
         for key in results[0].keys() - modes.keys():  # seconds: the slowest rank's
             cell[key] = max(result[key] for result in results)
         tokens = self.global_batch * self.block_tokens
-        if check := arm["checks"].get(ranks):  # some are padding
+        if check := self.results["arms"][label]["checks"].get(ranks):  # some are padding
             tokens = check["tokens"] / check["steps"]
         for mode in modes:
             cell |= combined(mode, [result[mode] for result in results], tokens / ranks)
-        self.results["cells"].append(cell)
+        return cell
 
     def pause(self, ranks: int) -> float:
         """Seconds that a device takes for its share of a step."""
@@ -298,9 +326,11 @@ class Matrix:
         """What the clock costs the fastest loader that reads anything, and the sampler any."""
         ranks = min(self.args.ranks)
         rates = {
-            cell["label"]: cell["loader_tokens_per_second"]
+            cell["label"]: cell[RATE]
             for cell in self.results["cells"]
-            if "loader_tokens_per_second" in cell and cell["label"] != "synthetic"
+            if RATE in cell
+            and cell["ranks"] == ranks
+            and self.results["arms"][cell["label"]]["arm"] != "synthetic"
         }
         if not rates:
             return

@@ -8,13 +8,14 @@ table are over before a clock starts.
 """
 
 # ruff: noqa: E402 (the time of the imports is measured)
+import importlib
 import json
 import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
 from time import perf_counter as clock
@@ -62,9 +63,10 @@ def take(
     return waits, now - began
 
 
-def measured(steps: Steps, seconds: float, pause: float) -> dict:
-    """The figures of this rank over ``seconds``, after a quarter of that for warming up."""
-    take(steps, seconds=seconds / 4, pause=pause)
+def measured(steps: Steps, seconds: float, pause: float, warm_up: bool) -> dict:
+    """The figures of this rank over ``seconds``; ``warm_up`` takes a quarter of that first."""
+    if warm_up:
+        take(steps, seconds=seconds / 4, pause=pause)
     before = bytes_read()
     waits, elapsed = take(steps, seconds=seconds, pause=pause)
     read = [after - was for after, was in zip(bytes_read(), before, strict=True)]
@@ -90,7 +92,7 @@ def speed(open_stream: Callable[[], Stream], spec: dict, world: World) -> dict:
         next(steps)
         result = {"first_batch_s": clock() - began, "plan_s": stream.plan_seconds}
         for mode, pause in spec["modes"].items():
-            result[mode] = measured(steps, spec["seconds"], pause)
+            result[mode] = measured(steps, spec["seconds"], pause, spec["warm_up"])
     for part, state in spec["states"].items():
         began = clock()
         with closing(open_stream()) as stream:
@@ -140,7 +142,7 @@ def check(open_stream: Callable[[], Stream], spec: dict, world: World) -> dict:
         "tokens": tokens,
         "blocks": [len(h) for h in hashes],
         "states": {part: states[step] for part, step in parts.items() if step in states},
-        "resumes": resumed(open_stream, states[middle], after, dtype),
+        "resumes": resumed(open_stream, states[middle], after, dtype) if after else None,
     }
 
 
@@ -189,6 +191,9 @@ def measure(spec: dict, world: World) -> dict:
     torch.set_num_threads(hardware.cpu_threads(world.local_size) or torch.get_num_threads())
     hardware.keep_freed_memory(torch.device("cpu"))
     world = distributed.join(world, torch.device("cpu"), args.dist_timeout)
+    if package := getattr(LOADERS[loader_name(args)], "module", ""):
+        with suppress(ImportError):  # the loader itself says so
+            importlib.import_module(package)
     imports = clock() - BEGAN
     data = launch.open_data(args, launch.find_start(args, world), world)
 

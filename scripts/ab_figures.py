@@ -1,6 +1,7 @@
 """What scripts/ab.py makes of its measurements: figures, and verdicts on what was delivered."""
 
 import statistics
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -129,15 +130,21 @@ def verdict(
         "padding": len(epoch) * seq_len - tokens,
         "unknown": int((~known).sum()),
         "repeated": surplus(epoch[known], manifest),
-        "resumes": all(result["resumes"] for result in results),
+        "resumes": all_of(result["resumes"] for result in results),
     }
     if len(steps) >= whole:
         found["dropped"] = surplus(manifest, epoch)
     if len(in_order) >= len(manifest) and not surplus(manifest, in_order[: len(manifest)]):
         found["dropped"] = 0  # the epoch's last blocks are in the next step
-    if known.all():
+    if known.all() and len(steps) >= whole:
         found["displacement"] = displacement(epoch, manifest)
     return found, [np.sort(step) for step in steps[:whole]]
+
+
+def all_of(answers: Iterable[bool | None]) -> bool | None:
+    """Whether all answers are yes; None where one is not known."""
+    answers = list(answers)
+    return None if None in answers else all(answers)
 
 
 def surplus(a: np.ndarray, b: np.ndarray) -> int:

@@ -112,10 +112,10 @@ def timeline(report: Comparison) -> Figure | None:
     """The steps of each loader's first turn, one panel each, one scale."""
     modes = [m for m in ("sleep", "train", "loader") if m in report.settings["modes"]]
     for mode in modes:
-        shown = {}
+        shown, key = {}, f"{mode}_timeline_ms"
         for cell in report.results["cells"]:
-            shown.setdefault(cell["label"], cell.get(f"{mode}_timeline_ms"))
-        shown = {label: times for label, times in shown.items() if times}
+            if key in cell and (cell["cache"], cell["ranks"]) == report.groups[0]:
+                shown.setdefault(cell["label"], cell[key])
         if shown:
             return timelines(shown, mode, report.groups[0])
     return None

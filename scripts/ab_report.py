@@ -6,7 +6,7 @@ from pathlib import Path
 
 from metrics import human
 from scripts import ab_plots
-from scripts.ab_figures import RATE, Comparison, about_machine, in_group, in_words, number
+from scripts.ab_figures import RATE, Comparison, about_machine, all_of, in_group, in_words, number
 
 RESOURCES = ("pss_bytes", "threads", "descriptors", "shm_bytes", "loader_read_bytes_per_token")
 # how each loader shuffles, reads, and finds its place again
@@ -74,7 +74,10 @@ class Report(Comparison):
         yield from self.section("Start and resume", "start", drawn)
         yield "Seconds from opening the loader to its first step, in a new process:\n"
         yield from self.table("s", seconds, "first_batch_s")
-        yield "\nThe same, resumed at 1 / 50 / 99 % of an epoch (as far as the check came):\n"
+        yield (
+            "\nResumed at 1 / 50 / 99 % of an epoch, as far as the check came; afterwards, in the "
+            "same process:\n"
+        )
         yield from self.table("s", seconds, *(f"resume_{part}_s" for part in (1, 50, 99)))
         yield from self.section("Step times", "timeline", drawn)
         yield from self.section("What it takes", "", drawn)
@@ -92,7 +95,11 @@ class Report(Comparison):
     def ratios(self) -> Iterator[str]:
         """Each loader's throughput against elastic's of the same turn."""
         columns = [g for g in self.groups if self.repeats("elastic", g, RATE)]
-        others = [label for label in self.labels if label not in ("elastic", "synthetic")]
+        others = [
+            label
+            for label, arm in self.results["arms"].items()
+            if arm["arm"] != "synthetic" and label != "elastic"
+        ]
         cells = {label: [self.ratio(label, group) for group in columns] for label in others}
         if columns:
             yield "\nelastic against it, median of the ratios of each turn:\n"
@@ -116,7 +123,7 @@ class Report(Comparison):
         if "train" in s["modes"]:
             yield f"\ntrain.py itself, {s['model']}, {s['train_steps']} steps:\n"
             yield from self.table("tok/s", spread, "train_tokens_per_second")
-            yield "\nThe worst rank's wait there, as a share and in ms:\n"
+            yield "\nThe slowest rank's wait in each step there, as a share and in ms:\n"
             yield from self.table("waits", percent, "train_wait_share")
             yield ""
             yield from self.table("ms", plain, *(f"train_wait_ms_p{p}" for p in (50, 95, 99)))
@@ -126,12 +133,14 @@ class Report(Comparison):
         tokens = self.results["manifest"]["blocks"] * self.results["manifest"]["seq_len"]
         yield (
             f"Peaks over all processes ({in_group(group)}); the synthetic loader shows what torch "
-            "takes. Bytes read are those of read calls: what is mapped shows only in the bytes "
-            "from storage (cold). The table is on disk with its text and all its columns.\n"
+            "takes. Bytes read are those of read calls: what is mapped, and what elastic reads by "
+            "io_uring, shows only in the bytes from storage (cold). Writing leaves out the "
+            "packing, which is the same for all. The table is on disk with its text and all its "
+            "columns.\n"
         )
         cold = next((g for g in self.groups if g[0] == "cold"), None)
         heads = ["loader", "memory (PSS)", "threads", "descriptors", "/dev/shm", "read, B/token"]
-        heads += ["from storage, B/token"] * bool(cold) + ["preparing, s", "on disk, B/token"]
+        heads += ["from storage, B/token"] * bool(cold) + ["writing, s", "on disk, B/token"]
         cells = {}
         for label in self.labels:
             get = [self.median(label, group, measure) for measure in RESOURCES]
@@ -177,10 +186,9 @@ class Report(Comparison):
         row = [in_words(checks[r], blocks, tokens) if r in checks else "" for r in ranks]
         if not checks:
             return [*row, "", "", ""]
-        every = [
-            "yes" if all(check[key] for check in checks.values()) else "no"
-            for key in ("same_as_first", "resumes")
-        ]
+        same = all(check["same_as_first"] for check in checks.values()) if len(checks) > 1 else None
+        resumes = all_of(check["resumes"] for check in checks.values())
+        every = [{True: "yes", False: "no", None: ""}[answer] for answer in (same, resumes)]
         return [*row, *every, number(checks[min(checks)].get("displacement"))]
 
     def method(self) -> Iterator[str]:
@@ -189,7 +197,8 @@ class Report(Comparison):
         if imports:
             yield (
                 f"- Importing ({statistics.median(imports):.1f} s) and opening the table are over "
-                "before a clock starts. A quarter of each window warms up first."
+                "before a clock starts. A quarter of each warm window goes before it; a cold one "
+                "begins at the second step, and goes on in further epochs where the first is over."
             )
         stayed = [cell["stayed"] for cell in cells if cell.get("stayed") is not None]
         if stayed:

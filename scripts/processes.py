@@ -27,31 +27,32 @@ class Failed(Exception):
 
 @contextmanager
 def folder(parent: Path) -> Iterator[Path]:
-    """A directory for one measurement; nothing of it stays, there and in /dev/shm."""
-    out, before = Path(tempfile.mkdtemp(dir=parent)), shared_memory()
+    """A directory for one measurement, of which nothing stays."""
+    out = Path(tempfile.mkdtemp(dir=parent))
     try:
         yield out
     finally:
         shutil.rmtree(out, ignore_errors=True)
-        remove_shared_memory(before)
 
 
 def launch(script: list[str], ranks: int, out: Path, patience: float) -> dict[str, float]:
     """Run a Python script to its end, under torchrun for several ranks, with ``out/log`` for what
-    it prints and ``out/tmp`` for what it leaves. Returns the peaks of its processes.
+    it prints. Returns the peaks of its processes; what they leave in the temporary directory and in
+    /dev/shm is removed.
 
     Raises Failed when it fails or takes more than ``patience`` seconds.
     """
     words = [sys.executable]
     if ranks > 1:
         words += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    (out / "tmp").mkdir()
-    with open(out / "log", "w") as log:
+    there = shared_memory()
+    # not in ``out``: the sockets of worker processes must have short paths
+    with tempfile.TemporaryDirectory(prefix="ab-") as temporary, open(out / "log", "w") as log:
         process = subprocess.Popen(
             [*words, *script],
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"TMPDIR": str(out / "tmp")},
+            env=os.environ | {"TMPDIR": temporary},
             start_new_session=True,  # Ctrl-C reaches us alone, and we end them all
         )
         with Sampler(process.pid, launched=ranks > 1) as sampler:
@@ -62,6 +63,7 @@ def launch(script: list[str], ranks: int, out: Path, patience: float) -> dict[st
             finally:
                 kill(process.pid)
                 process.wait()
+                remove_shared_memory(sampler.mapped - there.keys())
     if status:
         raise Failed(reason(out, status))
     return {**sampler.peaks, "sampler": sampler.cost}
@@ -116,20 +118,20 @@ def shared_memory() -> dict[str, int]:
     return found
 
 
-def remove_shared_memory(before: Iterable[str]) -> None:
-    """Remove what came to /dev/shm since and is our own, but what a living process has mapped."""
-    mine = set()
-    for name in shared_memory().keys() - set(before):
-        with suppress(OSError):
-            if (SHM / name).stat().st_uid == os.getuid():
-                mine.add(name)
-    if not mine:
-        return
-    for maps in PROC.glob("[0-9]*/maps"):
-        with suppress(OSError):
-            text = maps.read_text()
-            mine -= {name for name in mine if f"{SHM}/{name}" in text}
-    for name in mine:
+def mapped_by(pid: int | str) -> set[str]:
+    """Names in /dev/shm that a process has mapped; OSError when it is gone."""
+    lines = (PROC / f"{pid}/maps").read_text().splitlines()
+    paths = (Path(line.split(maxsplit=5)[-1]) for line in lines if f" {SHM}/" in line)
+    return {path.name for path in paths}
+
+
+def remove_shared_memory(names: set[str]) -> None:
+    """Remove these from /dev/shm, but what a living process has mapped."""
+    if names:
+        for entry in PROC.glob("[0-9]*"):
+            with suppress(OSError):
+                names = names - mapped_by(entry.name)
+    for name in names:
         with suppress(OSError):
             (SHM / name).unlink()
 
@@ -145,6 +147,7 @@ class Sampler(threading.Thread):
         super().__init__(daemon=True)
         self.root, self.skip, self.ended = root, int(launched), threading.Event()
         self.before, self.cost = sum(shared_memory().values()), 0.0
+        self.mapped: set[str] = set()  # what they had in /dev/shm
         self.peaks = dict.fromkeys(("pss_bytes", "threads", "descriptors", "shm_bytes"), 0)
 
     def __enter__(self) -> "Sampler":
@@ -170,6 +173,7 @@ class Sampler(threading.Thread):
                 now["pss_bytes"] += 1024 * int(rollup.partition("\nPss:")[2].split()[0])
                 now["threads"] += len(os.listdir(PROC / f"{pid}/task"))
                 now["descriptors"] += len(os.listdir(PROC / f"{pid}/fd"))
+                self.mapped |= mapped_by(pid)
         now["shm_bytes"] = max(0, sum(shared_memory().values()) - self.before)
         return now
 

@@ -33,7 +33,7 @@ def odd(corpus, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("odd") / "ab"
     site = tmp_path_factory.mktemp("site")
     (site / "sitecustomize.py").write_text("import tests.odd_arms\ntests.odd_arms.register()\n")
-    arms = "memmap,memmap,slow,twice,forgetful,crashing,webdataset"
+    arms = "memmap,memmap,slow,twice,forgetful,foreign,crashing,webdataset"
     done = compare(corpus, out, "--arms", arms, PYTHONPATH=f"{site}:{ROOT}")
     assert done.returncode == 0, done.stdout + done.stderr
     return out
@@ -71,13 +71,15 @@ def test_a_slow_loader_shows_as_slow(results):
 @pytest.mark.slow
 def test_failed_loaders_are_named_with_their_reason_and_leave_nothing(odd, results):
     arms, report = results["arms"], (odd / "report.md").read_text()
-    missing = arms["webdataset"]["failed"]["build"]
+    missing = arms["webdataset"]["failed"]["blocks"]
     assert missing.startswith("--formats webdataset needs the package: pip install webdataset")
+    assert arms["foreign"]["failed"] == {"blocks": "1 of its blocks are not the packing's"}
+    assert not any(name.startswith("foreign.") for name in results["figures"])
     assert set(arms["crashing"]["failed"]) == {"check, warm, 1 rank", "speed, warm, 1 rank"}
     assert "exit status -9" in arms["crashing"]["failed"]["speed, warm, 1 rank"]
     assert all(
         why in report
-        for name in ("webdataset", "crashing")
+        for name in ("webdataset", "foreign", "crashing")
         for why in arms[name]["failed"].values()
     )
     assert not LEFT_BEHIND.exists()
@@ -141,6 +143,9 @@ def test_a_full_disk_is_one_line(corpus, tmp_path):
         (["--pack"], "--pack is set for each loader here"),
         (["--global-batch=8"], "--global-batch is set for each loader here"),
         (["--ranks", "0"], "0: give at least 1"),
+        (["--step", "5"], "unrecognized arguments: --step"),
+        (["--train-steps", "1"], "1: give at least 2"),
+        (["--blocks", "s3://bucket/blocks"], "--blocks s3://bucket/blocks: give a directory"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["--from", "none.json"], "--from none.json: "),
         (["--from", str(ROOT / "pyproject.toml")], "pyproject.toml: "),

@@ -65,21 +65,35 @@ def test_dropped_pages_are_no_longer_in_the_page_cache(tmp_path):
     assert processes.drop_page_cache([]) is None
 
 
-def test_shared_memory_that_is_mapped_or_was_there_stays():
-    before = Path("/dev/shm/test_processes_before")
-    left, used = before.with_name("test_processes_left"), before.with_name("test_processes_used")
+def test_shared_memory_is_removed_only_where_nobody_has_it_mapped():
+    left, used, others = (Path(f"/dev/shm/test_processes_{n}") for n in ("left", "used", "others"))
     try:
-        before.write_bytes(b"x")
-        names = processes.shared_memory()
-        assert names[before.name] == 1
-        left.write_bytes(b"xx")
-        used.write_bytes(b"xxx")
+        for path in (left, used, others):
+            path.write_bytes(b"x")
+        assert processes.shared_memory()[left.name] == 1
         mapped = np.memmap(used, np.uint8, "r")
-        processes.remove_shared_memory(names)
-        assert before.exists() and used.exists() and not left.exists()
+        assert processes.mapped_by("self") == {used.name}
+        processes.remove_shared_memory({left.name, used.name})
+        assert others.exists() and used.exists() and not left.exists()
         del mapped
     finally:
-        for path in (before, left, used):
+        for path in (left, used, others):
+            path.unlink(missing_ok=True)
+
+
+def test_what_a_killed_program_had_mapped_is_removed_and_nothing_else(tmp_path):
+    mine, others = (Path(f"/dev/shm/test_processes_{name}") for name in ("mine", "others"))
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import numpy as np, time; open({str(others)!r}, 'wb').write(b'x');"
+        f"m = np.memmap({str(mine)!r}, np.uint8, 'w+', shape=1); time.sleep(99)"
+    )
+    try:
+        with processes.folder(tmp_path) as out, pytest.raises(processes.Failed):
+            processes.launch([str(script)], 1, out, 3)
+        assert others.exists() and not mine.exists()
+    finally:
+        for path in (mine, others):
             path.unlink(missing_ok=True)
 
 
