@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -177,3 +178,6 @@ def leave() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        # gloo's threads outlive it where DDP refers to the group. One that gives up the tensor of
+        # the last collective while the interpreter ends aborts it (pytorch/pytorch issue 190489).
+        time.sleep(0.1)

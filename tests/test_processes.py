@@ -72,7 +72,8 @@ def test_shared_memory_is_removed_only_where_nobody_has_it_mapped():
             path.write_bytes(b"x")
         assert processes.shared_memory()[left.name] == 1
         mapped = np.memmap(used, np.uint8, "r")
-        assert processes.mapped_by("self") == {used.name}
+        ours = {name for name in processes.mapped_by("self") if name.startswith("test_processes_")}
+        assert ours == {used.name}  # other tests' loaders may have some mapped too
         processes.remove_shared_memory({left.name, used.name})
         assert others.exists() and used.exists() and not left.exists()
         del mapped
