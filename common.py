@@ -31,6 +31,8 @@ TABLE_FLAGS = {
     "--text-column": "text",
     "--tokens-column": "input_ids",
 }
+# where a bracket is none, in SQL: strings, quoted names, comments
+QUOTED = re.compile(r"""'[^']*'|"[^"]*"|`[^`]*`|--[^\n]*|/\*.*?\*/""", re.DOTALL)
 
 
 # -----------------------------------------------------------------------------
@@ -275,7 +277,8 @@ def training_terms(schema: pa.Schema, args: argparse.Namespace) -> list[Term]:
     A standing term applies only where its column exists. SQL's ``NOT x`` and ``x >= y`` are not
     true for NULL, so each of these terms drops NULL rows; the funnel counts them.
     """
-    terms = [Term("training split", f"NOT {bracketed(validation_filter(args))}", "--val-filter")]
+    validation = bracketed(validation_filter(args), "--val-filter")
+    terms = [Term("training split", f"NOT {validation}", "--val-filter")]
     curate = command("curate.py", args)
     if "is_dup" in schema.names:
         terms.append(Term("not duplicate", "NOT is_dup", "column is_dup", curate))
@@ -283,14 +286,25 @@ def training_terms(schema: pa.Schema, args: argparse.Namespace) -> list[Term]:
         sql = f"score >= {args.min_score}"
         terms.append(Term(sql, sql, "column score, --min-score", curate))
     if args.filter:
-        terms.append(Term("--filter", bracketed(args.filter), "--filter"))
+        terms.append(Term("--filter", bracketed(args.filter, "--filter"), "--filter"))
     mend = command("tokenize_corpus.py", args)
     terms.append(Term("tokenized", "n_tokens > 0", "column n_tokens", mend))
     return terms
 
 
-def bracketed(sql: str) -> str:
-    """A user's predicate as one operand; a comment in it ends with its line."""
+def bracketed(sql: str, flag: str) -> str:
+    """A user's predicate as one operand; a comment in it ends with its line.
+
+    Lance reads a predicate as far as it is one and drops the rest without a word: text after its
+    end is an error within brackets, and a bracket too many raises SystemExit here, naming ``flag``.
+    """
+    depth = 0
+    for character in QUOTED.sub("", sql):
+        depth += (character == "(") - (character == ")")
+        if depth < 0:
+            break
+    if depth:
+        raise SystemExit(f"{flag}: {one_line(sql)}: its brackets do not match")
     return f"({sql}\n)" if "--" in sql else f"({sql})"
 
 
@@ -368,7 +382,7 @@ def validation_batches(
     (B, T) and ``doc_ids`` int64 (B, T) with B = ``--batch-size``; what is missing from the last
     block and the last batch is masked.
     """
-    where = f"{bracketed(validation_filter(args))} AND n_tokens > 0"
+    where = f"{bracketed(validation_filter(args), '--val-filter')} AND n_tokens > 0"
     scan = table.search().with_row_id(True).select([args.id_column, "n_tokens"]).where(where)
     rows = scan.to_arrow().sort_by(args.id_column)
     counts = rows["n_tokens"].to_numpy().astype(np.int64)

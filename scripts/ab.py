@@ -12,6 +12,7 @@ flags are train.py's: which data, --seq-len, --batch-size, --num-workers, --pref
 import argparse
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -34,7 +35,7 @@ from loaders import LOADERS
 from packed_blocks import BLOCK_HASHES, MANIFEST
 from scripts import ab_report
 from scripts.ab_figures import RATE, combined, figures, trained, verdict
-from scripts.processes import Failed, drop_page_cache, folder, launch
+from scripts.processes import PROC, Failed, drop_page_cache, folder, launch
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = ("--blocks-mode", "--blocks-path", "--loader", "--pack", "--run-dir", "--ckpt-dir")
@@ -155,7 +156,10 @@ class Matrix:
         self.global_batch = trainer.batch_size * math.lcm(*args.ranks)
         self.block_tokens = trainer.seq_len
         out.mkdir(parents=True, exist_ok=True)
-        self.scratch = Path(tempfile.mkdtemp(prefix="scratch-", dir=out)).resolve()
+        for old in out.glob("scratch-*-*"):
+            if not (PROC / old.name.split("-")[1]).exists():  # its process was killed
+                shutil.rmtree(old, ignore_errors=True)
+        self.scratch = Path(tempfile.mkdtemp(prefix=f"scratch-{os.getpid()}-", dir=out)).resolve()
         self.table = self.table_files(trainer)
         arms = {}
         for name in args.arms:

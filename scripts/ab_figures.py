@@ -16,6 +16,7 @@ UNITS = {
     "wait_ms_p50": "ms",
     "wait_ms_p95": "ms",
     "wait_ms_p99": "ms",
+    "_steps": "",
     "threads": "",
     "descriptors": "",
 }
@@ -31,6 +32,7 @@ def combined(mode: str, ranks: list[dict], step_tokens: float) -> dict:
     waits = {f"wait_ms_p{p}": max(r[f"wait_ms_p{p}"] for r in ranks) for p in (50, 95, 99)}
     figures = {
         "tokens_per_second": step_tokens * sum(rank["steps"] / rank["seconds"] for rank in ranks),
+        "steps": min(rank["steps"] for rank in ranks),
         "wait_share": slowest["wait_share"],
         **waits,
         "read_bytes_per_token": sum(rank["read_bytes"] for rank in ranks) / tokens,

@@ -1,5 +1,6 @@
 """The report of scripts/ab.py, from its results.json alone: report.md and four plots."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,7 +119,15 @@ class Report(Comparison):
         if "sleep" in s["modes"]:
             yield f"A device that takes {pace}; share of its time without data, worst rank:\n"
             yield from self.table("waits", percent, "sleep_wait_share")
-            yield "\nA step's wait in ms, median / 95th / 99th percentile, worst rank:\n"
+            fewest = min(
+                min(self.repeats(label, group, "sleep_steps"), default=math.inf)
+                for label in self.labels
+                for group in self.groups
+            )
+            yield (
+                "\nA step's wait in ms, median / 95th / 99th percentile of at least "
+                f"{number(fewest)} steps, worst rank:\n"
+            )
             yield from self.table("ms", plain, *(f"sleep_wait_ms_p{p}" for p in (50, 95, 99)))
         if "train" in s["modes"]:
             yield f"\ntrain.py itself, {s['model']}, {s['train_steps']} steps:\n"
@@ -198,7 +207,7 @@ class Report(Comparison):
             yield (
                 f"- Importing ({statistics.median(imports):.1f} s) and opening the table are over "
                 "before a clock starts. A quarter of each warm window goes before it; a cold one "
-                "begins at the second step, and goes on in further epochs where the first is over."
+                "begins at the second step and ends with the epoch at the latest."
             )
         stayed = [cell["stayed"] for cell in cells if cell.get("stayed") is not None]
         if stayed:

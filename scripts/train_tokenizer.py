@@ -71,10 +71,12 @@ def train(table: lancedb.table.Table, args: argparse.Namespace) -> None:
 def texts(table: lancedb.table.Table, args: argparse.Namespace) -> Iterator[list[str]]:
     """Batches of documents, up to ``--max-bytes``. Raises SystemExit where there is none."""
     query = table.search().select([args.text_column])
+    if args.filter:
+        query = query.where(common.bracketed(args.filter, "--filter"))
     left = args.max_bytes
     with tqdm(total=left, unit="B", unit_scale=True, desc="read", disable=None) as bar:
         try:
-            for batch in (query.where(args.filter) if args.filter else query).to_batches():
+            for batch in query.to_batches():
                 yield batch.column(0).drop_null().to_pylist()
                 bar.update(batch.nbytes)
                 left -= batch.nbytes

@@ -111,12 +111,17 @@ def test_ranks_under_torchrun_and_real_training_are_compared(corpus, tmp_path):
             assert 0 < share < 1
             assert results["figures"][f"{label}.cold.{ranks}.resume_50_s"]["value"] > 0
     assert all(cell["stayed"] < 0.5 for cell in results["cells"] if "stayed" in cell)
+    whole = results["manifest"]["blocks"] // (2 * BATCH)  # an epoch has no more: the next is warm
+    steps = [f["repeats"] for n, f in results["figures"].items() if n.endswith("sleep_steps")]
+    assert all(0 < n < whole for repeats in steps for n in repeats)
 
 
 @pytest.mark.slow
 def test_an_interrupted_comparison_keeps_what_it_measured(corpus, tmp_path):
     data = ["--db", str(corpus), "--seq-len", str(T), "--batch-size", str(BATCH)]
     words = [sys.executable, str(ROOT / "scripts/ab.py"), "--arms", "memmap", "--seconds", "0.2"]
+    left = tmp_path / "runs/ab/scratch-99999999-killed"
+    left.mkdir(parents=True)
     with started(*words, *data, "--repeats", "9", cwd=tmp_path) as process:
         wait_for((tmp_path / "runs/ab/results.json").exists)
         process.send_signal(signal.SIGINT)
@@ -218,6 +223,7 @@ def test_ranks_are_combined_by_sums_and_by_the_slowest():
     )]  # fmt: skip
     assert combined("sleep", ranks, 8.0) == {
         "sleep_tokens_per_second": 8 * (5 + 10),
+        "sleep_steps": 10,
         "sleep_wait_share": 0.5,
         "sleep_wait_ms_p50": 2,
         "sleep_wait_ms_p95": 5,

@@ -82,6 +82,10 @@ def test_half_tokenized_table_trains_on_its_half_and_says_so(tmp_path):
         (["--filter", "bogus > 1"], "--filter: NOT (`id` % 100 = 0) AND (bogus > 1): "),
         (["--filter", "id >"], "--filter: NOT (`id` % 100 = 0) AND (id >): "),
         (["--val-filter", "nope"], "--val-filter: true AND NOT (nope): "),
+        # Lance reads up to a bracket too many: the terms behind it would be gone
+        (["--filter", "id > 3)"], "--filter: id > 3): its brackets do not match"),
+        (["--filter", "id < 3) OR (id > 5"], "its brackets do not match"),
+        (["--val-filter", "(id = 3"], "--val-filter: (id = 3: its brackets do not match"),
         (["--filter", "id < 0"], "the filter leaves no row of 300"),
         (["--val-filter", "true"], "the filter leaves no row of 300"),
     ],
@@ -92,6 +96,16 @@ def test_bad_filter_is_refused_in_one_line(corpus, more, words):
     with pytest.raises(SystemExit) as refusal:
         common.funnel(table, common.training_terms(table.schema, args))
     assert words in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "predicate",
+    ["text <> ')'", "text <> 'it''s ('", "`id` > 3 -- :)", "(id > 3) /* ( */", "id IN (4, 5)"],
+)
+def test_brackets_in_strings_and_comments_are_none(corpus, predicate):
+    args = flags(corpus, "--filter", predicate)
+    table = common.open_table(args)
+    assert common.funnel(table, common.training_terms(table.schema, args))[1][-1].rows > 0
 
 
 def test_database_or_table_that_is_missing_names_the_command_to_build_one(tmp_path, corpus):
