@@ -284,7 +284,8 @@ def training_terms(schema: pa.Schema, args: argparse.Namespace) -> list[Term]:
         terms.append(Term("not duplicate", "NOT is_dup", "column is_dup", curate))
     if "score" in schema.names:
         sql = f"score >= {args.min_score}"
-        terms.append(Term(sql, sql, "column score, --min-score", curate))
+        number = f"{sql} AND NOT isnan(score)"  # Lance orders NaN above all numbers
+        terms.append(Term(sql, number, "column score, --min-score", curate))
     if args.filter:
         terms.append(Term("--filter", bracketed(args.filter, "--filter"), "--filter"))
     mend = command("tokenize_corpus.py", args)

@@ -58,6 +58,16 @@ def test_filter_and_funnel_agree_with_a_loop_over_rows(tmp_path):
     assert f"{nulls[1]} NULL dropped: fill with python scripts/curate.py --db {tmp_path}" in lines
 
 
+def test_a_score_that_is_no_number_is_not_trained_on(tmp_path):
+    scores = pa.array([3.0, np.nan, None, 0.5, 2.0], pa.float32())
+    make_table(tmp_path, documents(5), score=scores)
+    tokenize_corpus.main(["--db", str(tmp_path), "--workers", "0"])
+    args = flags(tmp_path, "--val-filter", "false")
+    table = common.open_table(args)
+    stages = common.funnel(table, common.training_terms(table.schema, args))[1]
+    assert [stage.rows for stage in stages] == [5, 2, 2] and stages[1].nulls == 1
+
+
 def test_standing_terms_apply_only_where_their_column_exists(tmp_path, corpus):
     table = common.open_table(flags(corpus))
     terms = common.training_terms(table.schema, flags(corpus))
