@@ -26,6 +26,9 @@ class Identity:
     eos_id: int
     fingerprint: str
 
+    def __str__(self) -> str:
+        return f"{self.spec} ({self.vocab_size:,} ids, EOS {self.eos_id}, {self.fingerprint})"
+
     def agrees_with(self, other: "Identity") -> bool:
         """Same ids for the same text. The spec may differ: a tokenizer file may have moved."""
         return (self.fingerprint, self.vocab_size, self.eos_id) == (

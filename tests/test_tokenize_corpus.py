@@ -134,7 +134,7 @@ def test_another_tokenizer_is_refused_until_overwrite(tmp_path):
     tokenize(tmp_path / "db")
     out = tmp_path / "t.json"
     train_tokenizer.main(["--db", str(tmp_path / "db"), "--vocab-size", "300", "--out", str(out)])
-    with pytest.raises(SystemExit, match=r"was tokenized by .*spec='byte'.* not by .*bpe:"):
+    with pytest.raises(SystemExit, match=r"was tokenized by byte \(257 ids, .* not by bpe:"):
         tokenize(tmp_path / "db", "--tokenizer", f"bpe:{out}")
     tokenize(tmp_path / "db", "--tokenizer", f"bpe:{out}", "--overwrite")
     table.checkout_latest()
