@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # One thread each: the models are tiny, and threads of several processes would wait for one another.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+# Programs that the tests start inherit whether SIGINT is ignored, as it is below a shell's "&".
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def documents(n: int, seed: int = 0, longest: int = 400) -> list[str]:
