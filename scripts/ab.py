@@ -327,7 +327,8 @@ class Matrix:
         self.results["cells"].append(cell | trained([json.loads(line) for line in log], steps))
 
     def measure_overhead(self) -> None:
-        """What the clock costs the fastest loader that reads anything, and the sampler any."""
+        """What the clock costs the fastest loader that reads anything, in one process, and the
+        sampler any."""
         ranks = min(self.args.ranks)
         rates = {
             cell["label"]: cell[RATE]
@@ -341,7 +342,7 @@ class Matrix:
         label = max(rates, key=rates.get)
         with folder(self.scratch) as out:
             spec = {"task": "overhead", "seconds": self.args.seconds}
-            (result, *_), _ = self.cell(label, ranks, out, spec)
+            (result,), _ = self.cell(label, 1, out, spec)
         sampler = [cell["sampler"] for cell in self.results["cells"] if "sampler" in cell]
         self.results["overhead"] = {
             "label": label,

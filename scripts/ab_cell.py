@@ -45,31 +45,47 @@ AGREE = 64  # steps of a check between two looks at the clock, on which all rank
 
 
 def take(
-    steps: Steps, *, seconds: float = math.inf, most: float = math.inf, pause: float = 0.0
+    steps: Steps,
+    world: World,
+    *,
+    seconds: float = math.inf,
+    most: float = math.inf,
+    pause: float = 0.0,
 ) -> tuple[list[float], float]:
-    """Take steps, at least one, for ``seconds`` or ``most`` of them: how long each was waited for,
-    and how long it took in all. ``pause`` seconds of computing are pretended after each, as by a
-    GPU: the cores are free for the loader meanwhile."""
+    """Take steps, at least one, for about ``seconds`` or ``most`` of them: how long each was waited
+    for, and how long it took in all. ``pause`` seconds of computing are pretended after each, as by
+    a GPU: the cores are free for the loader meanwhile.
+
+    All ranks take equally many, as in training: mosaic begins an epoch on all of them or on none.
+    They agree in between, off the clock and seldom: a turn at most doubles what was done before.
+    """
     waits: list[float] = []
-    began = now = clock()
-    while not waits or (now - began < seconds and len(waits) < most):
-        next(steps)
-        came = clock()
-        waits.append(came - now)
-        now = came
-        if pause:
-            time.sleep(pause)
-            now = clock()
-    return waits, now - began
+    elapsed, turn = 0.0, 1
+    while turn > 0:
+        began = now = clock()
+        for _ in range(turn):
+            next(steps)
+            came = clock()
+            waits.append(came - now)
+            now = came
+            if pause:
+                time.sleep(pause)
+                now = clock()
+        elapsed += now - began
+        done, slowest = len(waits), world.maximum([elapsed])[0]
+        turn = math.ceil(min(most, 2 * done, done * seconds / slowest)) - done
+    return waits, elapsed
 
 
-def measured(steps: Steps, seconds: float, pause: float, warm_up: bool, most: float) -> dict:
+def measured(
+    steps: Steps, world: World, seconds: float, pause: float, warm_up: bool, most: float
+) -> dict:
     """The figures of this rank over ``seconds`` or ``most`` steps; ``warm_up`` takes a quarter of
     that first."""
     if warm_up:
-        take(steps, seconds=seconds / 4, pause=pause)
+        take(steps, world, seconds=seconds / 4, pause=pause)
     before = bytes_read()
-    waits, elapsed = take(steps, seconds=seconds, most=most, pause=pause)
+    waits, elapsed = take(steps, world, seconds=seconds, most=most, pause=pause)
     read = [after - was for after, was in zip(bytes_read(), before, strict=True)]
     p50, p95, p99 = (1e3 * np.percentile(waits, (50, 95, 99))).tolist()
     return {
@@ -95,7 +111,7 @@ def speed(open_stream: Callable[[], Stream], spec: dict, world: World) -> dict:
         # what a second epoch reads is no longer cold
         left = math.inf if spec["warm_up"] else stream.blocks_per_epoch // stream.global_batch - 1
         for mode, pause in spec["modes"].items():
-            result[mode] = measured(steps, spec["seconds"], pause, spec["warm_up"], left)
+            result[mode] = measured(steps, world, spec["seconds"], pause, spec["warm_up"], left)
     for part, state in spec["states"].items():
         began = clock()
         with closing(open_stream()) as stream:
@@ -160,17 +176,18 @@ def resumed(
 
 
 def overhead(open_stream: Callable[[], Stream], spec: dict, world: World) -> dict:
-    """What measuring adds to a loop over the loader: the median over turns of both, as a share."""
+    """What measuring adds to a loop over the loader, in one process: the median over turns of
+    both, as a share."""
     with closing(open_stream()) as stream:
         steps, ratios = stream.steps(), []
-        waits, elapsed = take(steps, seconds=spec["seconds"] / 4)
+        waits, elapsed = take(steps, world, seconds=spec["seconds"] / 4)
         turn = max(1, round(len(waits) / elapsed * spec["seconds"] / PAIRS))
         for _ in range(PAIRS):
             began = clock()
             for _ in range(turn):
                 next(steps)
             bare = clock() - began
-            ratios.append(take(steps, most=turn)[1] / bare)
+            ratios.append(take(steps, world, most=turn)[1] / bare)
     return {"share": statistics.median(ratios) - 1}
 
 

@@ -4,11 +4,13 @@ import json
 import signal
 import sys
 from collections import Counter
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from distributed import World
 from scripts import ab
 from scripts.ab_cell import take
 from scripts.ab_figures import combined, displacement, figures, in_words, surplus, trained, verdict
@@ -256,7 +258,12 @@ def test_figures_are_medians_by_name_with_units():
 
 
 def test_steps_are_taken_for_a_time_or_a_number_and_at_least_one():
-    assert len(take(iter(range(9)), most=4)[0]) == 4
-    assert len(take(iter(range(9)), seconds=0)[0]) == 1
-    waits, elapsed = take(iter(range(9)), most=5, pause=0.01)
+    alone = World()
+    for most in (1, 2, 3, 7, 8, 9):
+        assert len(take(iter(range(9)), alone, most=most)[0]) == most
+    for least in ({"seconds": 0}, {"most": 0}):
+        assert len(take(iter(range(9)), alone, **least)[0]) == 1
+    waits, elapsed = take(iter(range(9)), alone, most=5, pause=0.01)
     assert elapsed >= 0.05 and sum(waits) <= elapsed - 0.05
+    waits, elapsed = take(count(), alone, seconds=0.1, pause=0.01)
+    assert len(waits) <= 10 and elapsed >= 0.1
