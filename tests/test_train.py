@@ -642,7 +642,7 @@ def test_tokenizer_of_another_table_is_refused_with_both_identities(tmp_path):
         + ["--tokenizer", "bpe:tokenizer.json"]
     )
     line = refusal("--db", str(tmp_path / "db"), "--steps", "1")
-    assert "vocab_size=300" in line and "vocab_size=257" in line
+    assert "(300 ids, " in line and "byte (257 ids, " in line
     assert f"use --tokenizer bpe:{Path('tokenizer.json').resolve()}" in line
 
 
