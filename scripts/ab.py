@@ -63,11 +63,10 @@ def measure(matrix: "Matrix") -> None:
     """Run it; also when it is interrupted, the report has what was measured."""
     try:
         matrix.run()
-    except KeyboardInterrupt:
+    except BaseException as error:
         matrix.results["interrupted"] = True
-    except BaseException:
-        matrix.results["interrupted"] = True
-        raise
+        if not isinstance(error, KeyboardInterrupt):
+            raise
     finally:
         matrix.finish()
     if "interrupted" in matrix.results:
