@@ -28,6 +28,8 @@ from flags import not_empty
 from packed_blocks import BLOCK_HASHES, MANIFEST, block_hashes
 from stores import Store
 
+OTHER = "--out {} holds blocks of other data: give another directory"
+
 
 def main(argv: list[str] | None = None) -> None:
     parser = launch.flag_parser(__doc__)
@@ -60,9 +62,12 @@ def build(out: Store, names: list[str], stream: ElasticStream, data: launch.Data
     # boto's and mosaicml-streaming's errors have no class in common with the others
     failures = Exception if out.remote else OSError
     try:
-        manifest = begun(out, about_blocks(stream, data))
-        if missing := [name for name in names if name not in manifest["formats"]]:
-            add_formats(out, missing, stream, manifest)
+        about = about_blocks(stream, data)
+        manifest = begun(out, about)
+        missing = [name for name in names if name not in manifest["formats"]]
+        # a version that is new may have other tokens in documents of the same lengths
+        if missing or manifest["table_version"] != about["table_version"]:
+            add_formats(out, missing, stream, manifest | about)
         else:
             print(f"nothing to do: {out} has {', '.join(names)}")
     except failures as error:
@@ -70,13 +75,16 @@ def build(out: Store, names: list[str], stream: ElasticStream, data: launch.Data
 
 
 def add_formats(out: Store, names: list[str], stream: ElasticStream, manifest: dict) -> None:
-    """Write formats that no manifest names, and then the manifest that does."""
+    """Write formats that no manifest names, if any, and then the manifest that does. Raises
+    SystemExit where those that it names are of other tokens."""
     at = out if out.remote else out / "partial"
     unnamed = [out / name for name in names]  # left by a call that failed
     try:
         for place in unnamed if out.remote else [at]:
             place.remove()
-        written, hashes = write(at, names, stream, manifest)
+        written, hashes, digest = write(at, names, stream, manifest)
+        if manifest.setdefault("hash", digest) != digest:
+            raise SystemExit(OTHER.format(out))
         manifest["formats"] |= written
         (at / BLOCK_HASHES).write(hashes)
         (at / MANIFEST).write(json.dumps(manifest, indent=1).encode() + b"\n")
@@ -90,6 +98,8 @@ def add_formats(out: Store, names: list[str], stream: ElasticStream, manifest: d
             at.remove()
     for name, made in written.items():
         print(f"{out / name}: {made['bytes']:,} bytes in {made['seconds']:.1f} s")
+    if not names:
+        print(f"nothing to do: {out} has these tokens")
 
 
 def about_blocks(stream: ElasticStream, data: launch.Data) -> dict:
@@ -113,18 +123,18 @@ def begun(out: Store, about: dict) -> dict:
     manifest = json.loads((out / MANIFEST).read())
     for key in ("fingerprint", "seq_len", "blocks"):
         if manifest[key] != about[key]:
-            raise SystemExit(f"--out {out} holds blocks of other data: give another directory")
+            raise SystemExit(OTHER.format(out))
     return manifest
 
 
 def write(
     to: Store, names: list[str], stream: ElasticStream, manifest: dict
-) -> tuple[dict[str, dict], bytes]:
+) -> tuple[dict[str, dict], bytes, str]:
     """Write the epoch's blocks into a directory for each format. Returns bytes and seconds of each,
-    and the file of the blocks' hashes; ``manifest["hash"]`` is that of all blocks, and is compared
-    where it is there."""
+    the file of the blocks' hashes, and the SHA-256 of them all."""
     writers, seconds, left = {}, dict.fromkeys(names, 0.0), stream.blocks_per_epoch
     dtype = np.dtype(manifest["dtype"])
+    to.make()
     for name in names:
         (to / name).make()
         writers[name] = FORMATS[name](to / name, stream.args.seq_len, dtype, shard_size(left))
@@ -147,11 +157,9 @@ def write(
             progress.update(len(blocks))
     for name, writer in writers.items():
         timed(name, writer.close)
-    if manifest.setdefault("hash", digest.hexdigest()) != digest.hexdigest():
-        raise SystemExit("the table's tokens have changed since the other formats were written")
     np.save(file := io.BytesIO(), np.concatenate(hashes))
     made = {n: {"bytes": (to / n).size(), "seconds": seconds[n]} for n in names}
-    return made, file.getvalue()
+    return made, file.getvalue(), digest.hexdigest()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Time the training step against plain torch, its own matrix products and two lone processes.
 
-python scripts/bench_step.py --json step.json                   # on this CPU: 25 minutes
-python scripts/bench_step.py --ddp-options --json ddp.json      # on two of its processes
-python scripts/bench_step.py --gpu --json gpu.json              # MFU on one GPU: a few minutes
+python scripts/bench_step.py --json runs/step.json                   # on this CPU: 25 minutes
+python scripts/bench_step.py --ddp-options --json runs/ddp.json      # on two of its processes
+python scripts/bench_step.py --gpu --json runs/gpu.json              # MFU on one GPU: a few minutes
 
 Each measurement is a fresh process; arms take turns, a figure is the median over them.
 """
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="arms whose name begins so")
     parser.add_argument("--ddp-options", action="store_true", help="options of DDP instead")
     parser.add_argument("--gpu", action="store_true", help="MFU of small and xl instead")
-    parser.add_argument("--work", type=Path, default=Path("bench_data"), help="files go here")
+    parser.add_argument("--work", type=Path, default=Path("runs/bench_step"), help="files go here")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

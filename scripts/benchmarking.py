@@ -52,5 +52,6 @@ def report(figures: dict[str, dict], path: Path | None) -> None:
         low, high = min(f["repeats"]), max(f["repeats"])
         print(f"{name:<28} {f['value']:>14,.3g} {f['unit']:<9} {low:,.3g} .. {high:,.3g}")
     if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
         machine = hardware.describe_environment(torch.device("cpu"))
         path.write_text(json.dumps({"machine": machine, "figures": figures}, indent=1) + "\n")

@@ -1,6 +1,6 @@
 """Kill a real run at random, resume it on another number of ranks, and compare with a whole one.
 
-    python tests/chaos.py --kills 20 --seed 1 --work /tmp/chaos
+    python tests/chaos.py --kills 20 --seed 1
 
 At the end every global batch was trained once and in order (hashes of its blocks), the loss is that
 of the uninterrupted run, and no process or half-written file is left.

@@ -134,6 +134,26 @@ def test_a_second_call_adds_what_is_missing_and_nothing_else(corpus, tmp_path, c
         build(corpus, tmp_path / "b", "--filter", "id > 100")
 
 
+def test_tokens_changed_in_place_are_noticed(tmp_path, capsys):
+    table = make_table(tmp_path / "db", documents(100))
+    tokenize_corpus.main(["--db", str(tmp_path / "db")])
+    out, flags = tmp_path / "b", ("--formats", "memmap")
+    build(tmp_path / "db", out, *flags)
+    before = (out / "memmap/blocks.bin").stat()
+    table.checkout_latest()
+    table.add_columns({"other": "1"})
+    build(tmp_path / "db", out, *flags)
+    assert f"nothing to do: {out} has these tokens" in capsys.readouterr().out
+    assert json.loads((out / "manifest.json").read_text())["table_version"] == table.version
+    assert (out / "memmap/blocks.bin").stat() == before
+    (row,) = table.search().where("id = 7").select(["input_ids"]).to_list()
+    table.update(where="id = 7", values={"input_ids": row["input_ids"][::-1]})
+    for names in ("memmap", "memmap,parquet-seq"):
+        with pytest.raises(SystemExit, match="holds blocks of other data: give another directory"):
+            build(tmp_path / "db", out, "--formats", names)
+    assert sorted(p.name for p in out.iterdir()) == ["block_hashes.npy", "manifest.json", "memmap"]
+
+
 def test_bad_calls_are_refused_in_one_line(corpus, tmp_path):
     with pytest.raises(SystemExit, match="--formats csv: there are lance, mds"):
         build(corpus, tmp_path, "--formats", "memmap,csv")
