@@ -1,6 +1,6 @@
 """Time checkpoints against torch.save and torch.load of the same state.
 
-    python scripts/bench_checkpoint.py --json bench.json
+    python scripts/bench_checkpoint.py --json runs/checkpoint.json
 
 The state is that of GPT-2 124M and its AdamW (1.5 GB) on two ranks of this machine. One launch
 measures everything in turns: a save in the background, torch.save by one rank, a load with

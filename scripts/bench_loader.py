@@ -5,8 +5,8 @@
 Makes its own data below --work, once: 200,000 documents of log-normal length (median 400, mean 800,
 longest 30,000 tokens), the same packed into blocks as MDS and as one flat uint16 file, 10 million
 documents of 8 tokens, and documents of 1,000 and of 200,000 tokens. The plan of up to 30 million
-rows is timed by itself. Every measurement is a fresh process, imports excluded; arms take turns, and
-a ratio is the median of the ratios of each turn.
+rows is timed by itself. Every measurement is a fresh process, imports excluded; arms take turns,
+and a ratio is the median of the ratios of each turn.
 """
 
 import argparse
