@@ -181,7 +181,7 @@ class SyntheticBlocks(PackedBlocks):
     def steps(self) -> Iterator[list[Batch]]:
         rng = np.random.default_rng(self.args.shuffle_seed)
         shape = (len(self.slots.mine), self.args.seq_len)
-        step = self._step(rng.integers(0, self.eos_id, shape))
+        step = self._step(rng.integers(0, self.vocab_size, shape))
         while True:
             self.consumed += self.global_batch
             yield step

@@ -9,12 +9,14 @@ writes those that are missing. In an object store (--out s3://bucket/prefix), wh
 renamed, what the manifest does not name is absent: it is written last.
 """
 
+import fcntl
 import hashlib
 import io
 import json
+import os
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 
 import numpy as np
 from tqdm import tqdm
@@ -63,15 +65,34 @@ def build(out: Store, names: list[str], stream: ElasticStream, data: launch.Data
     failures = Exception if out.remote else OSError
     try:
         about = about_blocks(stream, data)
-        manifest = begun(out, about)
-        missing = [name for name in names if name not in manifest["formats"]]
-        # a version that is new may have other tokens in documents of the same lengths
-        if missing or manifest["table_version"] != about["table_version"]:
-            add_formats(out, missing, stream, manifest | about)
-        else:
-            print(f"nothing to do: {out} has {', '.join(names)}")
+        with nullcontext() if out.remote else alone(out):
+            manifest = begun(out, about)
+            missing = [name for name in names if name not in manifest["formats"]]
+            # a version that is new may have other tokens in documents of the same lengths
+            if missing or manifest["table_version"] != about["table_version"]:
+                add_formats(out, missing, stream, manifest | about)
+            else:
+                print(f"nothing to do: {out} has {', '.join(names)}")
     except failures as error:
         raise SystemExit(f"--out {out}: {one_line(error)}") from error
+
+
+@contextmanager
+def alone(out: Store) -> Iterator[None]:
+    """One build at a time in a local directory. Its lock ends with the process that has it."""
+    out.make()
+    directory = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(
+                f"--out {out}: another build writes there: wait for its end, or give another "
+                "directory"
+            ) from None
+        yield
+    finally:
+        os.close(directory)
 
 
 def add_formats(out: Store, names: list[str], stream: ElasticStream, manifest: dict) -> None:

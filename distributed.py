@@ -6,11 +6,12 @@ import pickle
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -172,6 +173,37 @@ def join(world: World, device: torch.device, timeout_s: float) -> World:
         ) from None
     board = Board(dist.PrefixStore("board", store), world.rank, world.size)
     return replace(world, board=board if world.size > 1 else None)
+
+
+@contextmanager
+def joined(world: World, device: torch.device, timeout_s: float) -> Iterator[World]:
+    """join() and, when all went well, leave(). A rank that fails says why and is gone.
+
+    It must not leave: nccl does so together with all ranks (pytorch/pytorch pull request 141510),
+    and they wait for this one in a collective until torchrun sees that it has ended.
+    """
+    world = join(world, device, timeout_s)
+    try:
+        yield world
+    except BaseException as error:
+        if dist.is_initialized():
+            _exit(error)
+        raise
+    leave()
+
+
+def _exit(error: BaseException) -> NoReturn:
+    """End the process as ``error`` would, but by nothing that could wait."""
+    status = 1
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    elif isinstance(error.code, int):
+        status = error.code
+    else:
+        print(error.code, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def leave() -> None:

@@ -34,6 +34,7 @@ FLAGS = (
     *("--pack", "--seq-len", "--no-shuffle", "--shuffle-seed", "--shuffle-clump"),
     *("--tokens-column", "--id-column"),
 )
+FILTERS = "--filter, --min-score, --val-filter"  # decide which documents there are
 WINDOWS = 3  # in memory: one being consumed, one ready, one under way
 
 
@@ -145,7 +146,7 @@ class ElasticStream:
         sums = self.scan.meta["hash"]  # the first two do not depend on the rows' order
         self.fingerprint = {
             "documents": "-".join(sums if args.shuffle_clump > 1 else sums[:2]),
-            "--filter, --min-score, --val-filter": where,
+            FILTERS: where,
             "--tokenizer": brief(tokenizer),
             "--num-splits": self.lanes.splits,
             "--blocks-per-epoch": self.blocks_per_epoch,

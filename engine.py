@@ -96,6 +96,17 @@ def without_effect(
     return given(args, parser, unread)
 
 
+def check_compile_mode(args: argparse.Namespace, accumulation: int, device: torch.device) -> None:
+    """Refuse (SystemExit) CUDA graphs where a second micro-batch adds to gradients that lie in the
+    memory of the first one's graph, which torch forbids."""
+    graphs = args.compile and args.compile_mode in ("reduce-overhead", "max-autotune")
+    if graphs and accumulation > 1 and device.type == "cuda":
+        raise SystemExit(
+            f"--compile-mode {args.compile_mode}: CUDA graphs take one micro-batch a step, not "
+            f"{accumulation}: raise --batch-size, or give max-autotune-no-cudagraphs"
+        )
+
+
 def learning_rate(
     step: int,
     peak: float,

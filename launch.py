@@ -276,6 +276,7 @@ def build_engine(
 ) -> engine.Engine:
     """Model, optimizer and step; from the checkpoint where there is one."""
     with agreed(world):
+        engine.check_compile_mode(args, plan.accumulation, device)
         trainer = engine.Engine(
             model.GPT(plan.config, args.seed, args.recompute).to(device),
             accumulation=plan.accumulation,

@@ -4,6 +4,7 @@ Only the loader that is asked for imports its package.
 """
 
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -22,7 +23,9 @@ from distributed import World
 from feed import Batch
 from flags import require_package
 from packed_blocks import PackedBlocks
+from scripts.processes import mapped_shared_memory
 
+MOSAIC_SHM = re.compile(r"\d{6}_")  # its names in /dev/shm
 SHUFFLE_BUFFER = 1000  # blocks of webdataset's: what its documentation takes
 
 
@@ -69,6 +72,15 @@ class LibraryBlocks(PackedBlocks):
                 yield self._step(blocks.numpy())
             self.consumed = (epoch + 1) * self.blocks_per_epoch
 
+    def load_state_dict(self, state: dict) -> None:
+        super().load_state_dict(state)
+        done = self.consumed % self.blocks_per_epoch
+        if done % self.global_batch:
+            raise SystemExit(
+                f"--resume: {done:,} blocks of the epoch are trained on, which is no multiple of "
+                f"--global-batch {self.global_batch:,}: keep the checkpoint's"
+            )
+
     def close(self) -> None:
         if self.running is not None:
             self.running.close()
@@ -84,6 +96,15 @@ class LibraryBlocks(PackedBlocks):
                 f"{here} is more than an epoch of {self.blocks_per_epoch:,} blocks has for "
                 f"{ranks} ranks of {max(1, self.args.num_workers)} workers: lower it"
             )
+
+
+class DealtBlocks(LibraryBlocks):
+    """Blocks of which each rank and worker has a share of its own: other numbers of them, other
+    shares, and no place in the epoch that both have in common."""
+
+    def state_dict(self) -> dict:
+        dealt = {"ranks": self.world.size, "num_workers": self.args.num_workers}
+        return super().state_dict() | dealt | {"batch_size": self.args.batch_size}
 
 
 class MosaicBlocks(LibraryBlocks):
@@ -102,7 +123,10 @@ class MosaicBlocks(LibraryBlocks):
 
     @cached_property
     def dataset(self) -> Any:
-        self.library.base.util.clean_stale_shared_memory()
+        # whatever is there it takes for stale: also what a run beside this one works with
+        others = mapped_shared_memory(apart_from=self.world.gather(os.getpid()))
+        if not any(self.world.gather(any(map(MOSAIC_SHM.match, others)))):
+            self.library.base.util.clean_stale_shared_memory()
         return self.library.StreamingDataset(
             remote=str(self.path) if self.cache else None,
             local=self.cache or str(self.path),
@@ -139,7 +163,7 @@ class MosaicBlocks(LibraryBlocks):
             shutil.rmtree(self.cache, ignore_errors=True)
 
 
-class WebDatasetBlocks(LibraryBlocks):
+class WebDatasetBlocks(DealtBlocks):
     """WebDataset from local tar shards, of which every rank has every world-size-th one.
 
     Shards are not cut: a rank with fewer blocks than an epoch has for it begins its shards again,
@@ -186,7 +210,7 @@ class WebDatasetBlocks(LibraryBlocks):
             yield torch.stack(batch)
 
 
-class LitDataBlocks(LibraryBlocks):
+class LitDataBlocks(DealtBlocks):
     """LitData from local chunks of tokens, dealt out whole to ranks and workers.
 
     Its order depends on both numbers; ``drop_last`` cuts all of them to what the poorest has. On

@@ -59,9 +59,9 @@ class Meter:
 
     def restart(self, tokens: float) -> None:
         """Start an interval at ``tokens`` trained so far."""
-        self.started, self.paused, self.waits = time.perf_counter(), 0.0, []
+        self.started, self.paused = time.perf_counter(), 0.0
         self.tokens = tokens
-        self.spans: dict[str, list[Callable[[], float]]] = {}  # seconds, once the device is done
+        self.spans: dict[str, list[Callable[[], float]]] = {}
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -74,45 +74,47 @@ class Meter:
         self.paused += self.last_pause
 
     @contextmanager
-    def wait(self) -> Iterator[None]:
-        """Count what runs inside as a step's wait for data."""
-        began = time.perf_counter()
-        yield
-        self.waits.append(time.perf_counter() - began)
-
-    @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Count the device's time for what runs inside as a step's ``name``."""
+        """Count the device's time for what runs inside as a step's ``name``: a wait of the host
+        that the device spends on the step before is none."""
         if self.device.type == "cuda":
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
             yield
             last.record()
-            self.spans.setdefault(name, []).append(lambda: first.elapsed_time(last) / 1e3)
+
+            def seconds() -> float:
+                last.synchronize()
+                return first.elapsed_time(last) / 1e3
         else:
             began = time.perf_counter()
             yield
-            seconds = time.perf_counter() - began
-            self.spans.setdefault(name, []).append(lambda: seconds)
+            elapsed = time.perf_counter() - began
+
+            def seconds() -> float:
+                return elapsed
+
+        self.spans.setdefault(name, []).append(seconds)
+
+    def seconds(self, name: str) -> list[float]:
+        """The interval's spans of that name, once the device is done with them."""
+        return [span() for span in self.spans[name]]
 
     def elapsed(self) -> float:
         """Seconds of the interval that count, at least a microsecond."""
         return max(time.perf_counter() - self.started - self.paused, 1e-6)
 
     def values(self, tokens: float, world: World) -> dict[str, float | None]:
-        """The interval's figures for the log, at ``tokens`` trained so far, when the device is done
-        with its steps. A collective call."""
-        elapsed, steps = self.elapsed(), len(self.waits)
-        rate = (tokens - self.tokens) / elapsed
-        waits = (1e3 * np.percentile(self.waits, (50, 95, 99))).tolist()
-        p50, p95, p99 = world.maximum(waits)
+        """The interval's figures for the log, at ``tokens`` trained so far. A collective call."""
+        elapsed, each = self.elapsed(), {name: self.seconds(name) for name in self.spans}
+        rate, waits = (tokens - self.tokens) / elapsed, each["data_wait"]
+        p50, p95, p99 = world.maximum((1e3 * np.percentile(waits, (50, 95, 99))).tolist())
         return {
             "tokens_per_second": rate,
             "mfu": rate * self.flops / (self.peak * world.size) if self.peak else None,
-            "step_s": elapsed / steps,
-            "data_wait_s": sum(self.waits) / steps,
-            **{f"{k}_s": sum(span() for span in v) / steps for k, v in self.spans.items()},
-            "data_wait_share": sum(self.waits) / elapsed,
+            "step_s": elapsed / len(waits),
+            **{f"{name}_s": sum(spans) / len(waits) for name, spans in each.items()},
+            "data_wait_share": sum(waits) / elapsed,
             "data_wait_ms_p50": p50,
             "data_wait_ms_p95": p95,
             "data_wait_ms_p99": p99,

@@ -34,7 +34,7 @@ SAVED = [  # by selective recomputation: products, which cost the most; the rest
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.higher_order.flex_attention,
+    torch.ops.higher_order.flex_attention,  # with --compile; by itself it is compiled apart, unseen
 ]
 
 

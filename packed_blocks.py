@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from distributed import World
-from elastic import Slots
+from elastic import FILTERS, Slots
 from feed import Batch, documents_by_eos
 from stores import Store
 from tokenizer import Tokenizer, brief
@@ -69,12 +69,14 @@ class PackedBlocks:
         for flag, was, ours in (
             ("--seq-len", manifest["seq_len"], args.seq_len),
             ("--tokenizer", manifest["tokenizer"], brief(tokenizer)),
+            (FILTERS, manifest["fingerprint"][FILTERS], where),
         ):
             if was != ours:
                 raise SystemExit(f"--blocks-path {root}: {flag} was {was}, is {ours}")
         self.path, self.manifest, self.args = root / self.format, manifest, args
         self.world, self.global_batch, self.consumed = world, global_batch, 0
-        self.eos_id, self.dtype = tokenizer.eos_id, np.dtype(manifest["dtype"])
+        self.eos_id, self.vocab_size = tokenizer.eos_id, tokenizer.vocab_size
+        self.dtype = np.dtype(manifest["dtype"])
         self.blocks_per_epoch = manifest["blocks"]
         self.slots = Slots(global_batch, args.batch_size, args.seq_len, world)
         self.line = f"loader         {args.blocks_mode}, {self.blocks_per_epoch:,} packed blocks"
@@ -95,8 +97,8 @@ class PackedBlocks:
 
     def load_state_dict(self, state: dict) -> None:
         ours = self.state_dict()
-        for field in ("loader", "blocks", "shuffle_seed", "no_shuffle"):
-            if state.get(field) != ours[field]:
+        for field in ours:
+            if field != "consumed" and state.get(field) != ours[field]:
                 raise SystemExit(
                     f"--resume: {field} was {state.get(field)}, is {ours[field]} "
                     "(--resume-data new begins with it)"

@@ -86,6 +86,8 @@ def device_readings(device: torch.device) -> dict[str, float]:
         # a missing library, driver or sensor is no reason to stop a run
         with contextlib.suppress(Exception):
             found[name] = float(read())
+            if name != "throttle_bits" and found[name] <= 0:  # torch's word for AMD's "N/A"
+                del found[name]
     return found
 
 

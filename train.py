@@ -44,20 +44,18 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(hardware.cpu_threads(world.local_size) or torch.get_num_threads())
     device = hardware.choose_device(args.device, world.local_rank)
     hardware.keep_freed_memory(device)
-    world = distributed.join(world, device, args.dist_timeout)
-    try:
-        train(args, device, world, notices, began)
-    except KeyboardInterrupt:
-        raise SystemExit("interrupted") from None
-    except RuntimeError as error:
-        if not hardware.is_out_of_memory(error):
-            raise
-        raise SystemExit(
-            f"out of memory: lower --batch-size {args.batch_size} (and raise --grad-accum to keep "
-            f"the global batch): {common.one_line(error)[:150]}"
-        ) from None
-    finally:
-        distributed.leave()
+    with distributed.joined(world, device, args.dist_timeout) as world:
+        try:
+            train(args, device, world, notices, began)
+        except KeyboardInterrupt:
+            raise SystemExit("interrupted") from None
+        except RuntimeError as error:
+            if not hardware.is_out_of_memory(error):
+                raise
+            raise SystemExit(
+                f"out of memory: lower --batch-size {args.batch_size} (and raise --grad-accum to "
+                f"keep the global batch): {common.one_line(error)[:150]}"
+            ) from None
 
 
 def train(
@@ -95,8 +93,8 @@ def train(
     )
     with log, closing(stream), closing(saver), closing(stopping):
         meter = metrics.Meter(device, start.totals[0], flops, peak)
-        if plan.steps > start.step and (world.size > 1 or args.compile):
-            with meter.pause():  # compiling is not throughput
+        if plan.steps > start.step and (world.size > 1 or args.compile or device.type == "cuda"):
+            with meter.pause():  # compiling is not throughput, nor is loading a GPU's kernels
                 trainer.warm_up(args.batch_size, args.seq_len)
         first = {"warm_up_s": meter.last_pause}
         steps = stream.steps()
@@ -105,10 +103,11 @@ def train(
                 with meter.pause(), log.noted():
                     log.say(*profile.turn(step))
             lr = engine.learning_rate(step, **plan.schedule)
-            with meter.wait():
+            with meter.span("data_wait"):
                 batches = next(steps)
             if step == start.step + 1:
-                first |= {"first_batch_s": meter.waits[0], "plan_s": stream.plan_seconds}
+                waited = meter.seconds("data_wait")[0]
+                first |= {"first_batch_s": waited, "plan_s": stream.plan_seconds}
                 log.record({"step": step, **first})
                 log.say(metrics.first_batch_line(**first))
             with meter.span("forward_backward"):

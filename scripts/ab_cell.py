@@ -3,8 +3,8 @@
     python scripts/ab_cell.py SPEC        (or under torchrun, for several ranks)
 
 SPEC is a JSON file: ``task`` (speed, check or overhead), ``flags`` of train.py, ``out``, the
-directory for each rank's result, ``seconds``, and what else the task takes. Imports and opening the
-table are over before a clock starts.
+directory for each rank's result, ``seconds``, ``drop``, the files that the page cache is to forget,
+and what else the task takes. Imports and opening the table are over before a clock starts.
 """
 
 # ruff: noqa: E402 (the time of the imports is measured)
@@ -14,6 +14,7 @@ import math
 import statistics
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from itertools import islice
@@ -34,7 +35,7 @@ from distributed import World
 from feed import Batch
 from loaders import LOADERS, Stream, loader_name
 from packed_blocks import block_hashes
-from scripts.processes import bytes_read
+from scripts.processes import bytes_read, drop_page_cache
 
 Steps = Iterator[list[Batch]]
 PARTS = (1, 50, 99)  # percent of an epoch at which a run is resumed
@@ -51,7 +52,7 @@ def take(
     seconds: float = math.inf,
     most: float = math.inf,
     pause: float = 0.0,
-) -> tuple[list[float], float]:
+) -> tuple[array, float]:
     """Take steps, at least one, for about ``seconds`` or ``most`` of them: how long each was waited
     for, and how long it took in all. ``pause`` seconds of computing are pretended after each, as by
     a GPU: the cores are free for the loader meanwhile.
@@ -59,7 +60,7 @@ def take(
     All ranks take equally many, as in training: mosaic begins an epoch on all of them or on none.
     They agree in between, off the clock and seldom: a turn at most doubles what was done before.
     """
-    waits: list[float] = []
+    waits = array("d")  # the fastest loaders take millions of steps
     elapsed, turn = 0.0, 1
     while turn > 0:
         began = now = clock()
@@ -216,6 +217,9 @@ def measure(spec: dict, world: World) -> dict:
             importlib.import_module(package)
     imports = clock() - BEGAN
     data = launch.open_data(args, launch.find_start(args, world), world)
+    # opening read some pages too
+    dropped = map(Path, spec.get("drop", [])) if world.is_main else []
+    stayed = world.broadcast(drop_page_cache(dropped))
 
     def open_stream() -> Stream:
         return LOADERS[loader_name(args)](
@@ -228,7 +232,8 @@ def measure(spec: dict, world: World) -> dict:
         )
 
     try:
-        return {"import_s": imports, **TASKS[spec["task"]](open_stream, spec, world)}
+        about = {"import_s": imports, "stayed": stayed}
+        return about | TASKS[spec["task"]](open_stream, spec, world)
     finally:
         distributed.leave()
 

@@ -64,7 +64,7 @@ class Report(Comparison):
             f"every loader; {s['global_batch']:,} blocks a step on any number of ranks, "
             f"{s['batch_size']} a micro-batch, {s['num_workers']} workers, at most "
             f"{s['prefetch_mb']} MB read ahead. Medians of {s['repeats']} turns of all loaders, "
-            "every measurement in fresh processes; in brackets the lowest and the highest."
+            "every turn of a loader in fresh processes; in brackets the lowest and the highest."
         )
         yield from self.section("Throughput", "throughput", drawn)
         yield "Loader alone, no model, tokens a second of all ranks:\n"
@@ -73,7 +73,10 @@ class Report(Comparison):
         yield from self.section("What a training waits for", "wait", drawn)
         yield from self.waits()
         yield from self.section("Start and resume", "start", drawn)
-        yield "Seconds from opening the loader to its first step, in a new process:\n"
+        yield (
+            "Seconds from opening the loader to its first step, in a new process. Warm, the order "
+            "of the epoch that elastic works out at its first start is there already:\n"
+        )
         yield from self.table("s", seconds, "first_batch_s")
         yield (
             "\nResumed at 1 / 50 / 99 % of an epoch, as far as the check came; afterwards, in the "
@@ -209,12 +212,13 @@ class Report(Comparison):
                 "before a clock starts. A quarter of each warm window goes before it; a cold one "
                 "begins at the second step and ends with the epoch at the latest."
             )
-        stayed = [cell["stayed"] for cell in cells if cell.get("stayed") is not None]
-        if stayed:
+        if "cold" in self.settings["cache"]:
+            stayed = max((cell.get("stayed", 0.0) for cell in cells), default=0.0)
             yield (
                 "- Cold: the plan cache is empty, and the kernel was asked to drop the pages of "
-                f"the loader's own files, of which at most {max(stayed):.0%} stayed. What the disk "
-                "keeps, or the host of a virtual machine, is not known."
+                f"the loader's own files, of which at most {stayed:.0%} stayed. What the disk "
+                "keeps, or the host of a virtual machine, is not known. train.py reads its "
+                "validation documents from the table before its first step."
             )
         if overhead := self.results.get("overhead"):
             yield (

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 import hardware
 
 Turn = dict[str, dict[str, float]]  # what each arm measured in one turn
@@ -53,5 +51,6 @@ def report(figures: dict[str, dict], path: Path | None) -> None:
         print(f"{name:<28} {f['value']:>14,.3g} {f['unit']:<9} {low:,.3g} .. {high:,.3g}")
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        machine = hardware.describe_environment(torch.device("cpu"))
+        device = hardware.choose_device("auto", 0)
+        machine = hardware.describe_environment(device)
         path.write_text(json.dumps({"machine": machine, "figures": figures}, indent=1) + "\n")

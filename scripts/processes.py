@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import numpy as np
 
 PROC, SHM = Path("/proc"), Path("/dev/shm")
 EVERY = 0.5  # seconds between two looks at the processes of a measurement
+TORCHRUN = re.compile(r"[EW]\d{4} \S+ \d+ \S*torch/distributed/")  # how its own lines begin
 BYTES = ctypes.POINTER(ctypes.c_ubyte)
 
 
@@ -70,13 +72,18 @@ def launch(script: list[str], ranks: int, out: Path, patience: float) -> dict[st
 
 
 def reason(out: Path, status: int) -> str:
-    """Why a launch failed: what the first rank that says so says, else the log's last line."""
+    """Why a launch failed: what the first rank that says so says, else the signal that torchrun
+    saw one ended by, else the log's last line before torchrun's own."""
     for path in sorted(out.glob("failed-*")):
         if (text := path.read_text()) not in ("", "1"):
             return text
     lines = (out / "log").read_text(errors="replace").split("\n")
     said = [line.strip() for line in lines if line.strip()]
-    return f"exit status {status}: {said[-1][:300] if said else 'it printed nothing'}"
+    end = next((i for i, line in enumerate(said) if TORCHRUN.match(line)), len(said))
+    if killed := re.search(r"\(exitcode: -(\d+)\) local_rank: (\d+)", " ".join(said[end:])):
+        return f"rank {killed[2]} was ended by signal {killed[1]}"
+    said = said[:end] or ["it printed nothing"]
+    return f"exit status {status}: {said[-1][:300]}"
 
 
 def descendants(root: int) -> list[int]:
@@ -125,13 +132,18 @@ def mapped_by(pid: int | str) -> set[str]:
     return {path.name for path in paths}
 
 
+def mapped_shared_memory(apart_from: Collection[int] = ()) -> set[str]:
+    """Names in /dev/shm that any living process has mapped, but for some processes."""
+    mapped: set[str] = set()
+    for entry in PROC.glob("[0-9]*"):
+        with suppress(OSError):
+            mapped |= mapped_by(entry.name) if int(entry.name) not in apart_from else set()
+    return mapped
+
+
 def remove_shared_memory(names: set[str]) -> None:
     """Remove these from /dev/shm, but what a living process has mapped."""
-    if names:
-        for entry in PROC.glob("[0-9]*"):
-            with suppress(OSError):
-                names = names - mapped_by(entry.name)
-    for name in names:
+    for name in names - mapped_shared_memory() if names else ():
         with suppress(OSError):
             (SHM / name).unlink()
 
@@ -178,9 +190,9 @@ class Sampler(threading.Thread):
         return now
 
 
-def drop_page_cache(files: Iterable[Path]) -> float | None:
+def drop_page_cache(files: Iterable[Path]) -> float:
     """Ask the kernel to forget the pages of ``files``, which everybody may. Returns the share of
-    them that stayed; None where there are none."""
+    them that stayed."""
     pages = stayed = 0
     for path in filter(lambda path: path.stat().st_size, files):
         with open(path, "rb") as file:
@@ -188,7 +200,7 @@ def drop_page_cache(files: Iterable[Path]) -> float | None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         here = in_page_cache(path)
         pages, stayed = pages + len(here), stayed + int(here.sum())
-    return stayed / pages if pages else None
+    return stayed / max(1, pages)
 
 
 def in_page_cache(path: Path) -> np.ndarray:

@@ -1,6 +1,7 @@
 """The arms of the comparison: each gives the manifest's blocks, once an epoch, on any ranks."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -19,10 +20,13 @@ import train
 from blocks_loaders import ARMS, IndexedBlocks
 from blocks_writers import shard_size
 from distributed import World
+from elastic import FILTERS
 from library_loaders import LibraryBlocks
+from packed_blocks import read_manifest
+from scripts import processes, train_tokenizer
 from tests.conftest import PACKED_LENGTH as T
-from tests.conftest import ROOT, memmap_rows
-from tokenizer import ByteTokenizer
+from tests.conftest import ROOT, memmap_rows, wait_for
+from tokenizer import ByteTokenizer, brief, load_tokenizer
 
 REAL = [name for name in ARMS if name != "synthetic"]
 LIBRARIES = [name for name, arm in ARMS.items() if issubclass(arm, LibraryBlocks)]
@@ -34,7 +38,8 @@ def open_arm(name: str, path: Path, *flags: str, rank: int = 0, ranks: int = 1):
         ["--seq-len", str(T), "--blocks-mode", name, "--blocks-path", str(path), *flags]
     )
     size = args.global_batch or args.batch_size * ranks
-    return ARMS[name](None, args, "", ByteTokenizer(), global_batch=size, world=World(rank, ranks))
+    where, codec = read_manifest(path)["fingerprint"][FILTERS], ByteTokenizer()
+    return ARMS[name](None, args, where, codec, global_batch=size, world=World(rank, ranks))
 
 
 def rows_of(step) -> list[list[int]]:
@@ -158,6 +163,12 @@ def test_a_resumed_arm_goes_on_behind_what_was_consumed(packed, name):
         again.load_state_dict(state | {"loader": "elastic"})
     with pytest.raises(SystemExit, match="--resume: shuffle_seed was 42, is 7 "):
         open_arm(name, packed, *flags, "--shuffle-seed", "7").load_state_dict(state)
+    if name in NEW:  # their shares are of ranks, workers and batches
+        with pytest.raises(SystemExit, match="--resume: ranks was 1, is 3 "):
+            open_arm(name, packed, "--batch-size", "3", ranks=3).load_state_dict(state)
+    elif name in LIBRARIES:
+        with pytest.raises(SystemExit, match="18 blocks of the epoch .* no multiple of --global-b"):
+            open_arm(name, packed, "--batch-size", "4").load_state_dict(state)
 
 
 @pytest.mark.parametrize("name", [n for n, arm in ARMS.items() if issubclass(arm, IndexedBlocks)])
@@ -242,6 +253,38 @@ def test_synthetic_blocks_cost_nothing_and_never_end(packed):
     assert first.shape == (3, T) and first is second and first.dtype == torch.int64
 
 
+def test_synthetic_blocks_are_of_all_ids_whichever_ends_a_text(corpus, packed, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    train_tokenizer.main(["--db", str(corpus), "--vocab-size", "300", "--out", str(path)])
+    codec, manifest = load_tokenizer(f"bpe:{path}"), read_manifest(packed)
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"tokenizer": brief(codec)}))
+    args = launch.flag_parser().parse_args(["--seq-len", str(T), "--blocks-path", str(tmp_path)])
+    where = manifest["fingerprint"][FILTERS]
+    arm = ARMS["synthetic"](None, args, where, codec, global_batch=200, world=World())
+    ids = np.concatenate([batch["input_ids"] for batch in next(arm.steps())])
+    assert codec.eos_id == 0 and set(np.unique(ids)) == set(range(codec.vocab_size))
+
+
+@pytest.mark.slow
+def test_mosaic_lets_the_memory_of_a_run_beside_it_be(packed, tmp_path):
+    shutil.copytree(packed / "mds", tmp_path / "mds")
+    code = (
+        "import sys, time; from streaming import StreamingDataset\n"
+        "dataset = StreamingDataset(local=sys.argv[1], batch_size=1)\n"
+        "next(iter(dataset)); open('ready', 'w'); time.sleep(99)"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "mds")]
+    with subprocess.Popen(words, cwd=tmp_path) as beside:
+        try:
+            wait_for((tmp_path / "ready").exists)
+            theirs = processes.mapped_by(beside.pid)
+            assert any(name.startswith("000000_") for name in theirs)
+            take(open_arm("mosaic", packed), 2)
+            assert theirs <= processes.shared_memory().keys()
+        finally:
+            beside.kill()
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -255,6 +298,13 @@ def test_bad_modes_are_refused_in_one_line(corpus, tmp_path, monkeypatch, flags,
     with pytest.raises(SystemExit, match=words) as refused:
         train.main(["--db", str(corpus), "--steps", "1", "--pack", *flags])
     assert "\n" not in str(refused.value)
+
+
+def test_blocks_of_other_documents_are_refused(corpus, packed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--db", str(corpus), "--seq-len", str(T), "--steps", "1", "--blocks-mode", "memmap"]
+    with pytest.raises(SystemExit, match="--filter, --min-score, --val-filter was .*, is .*id > 9"):
+        train.main([*flags, "--blocks-path", str(packed), "--filter", "id > 9"])
 
 
 def test_blocks_of_another_length_or_tokenizer_and_missing_formats_are_refused(packed, tmp_path):

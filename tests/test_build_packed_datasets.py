@@ -1,7 +1,9 @@
 """The packed blocks of every format, read back by its own library, against the documents."""
 
+import fcntl
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import lance
@@ -152,6 +154,16 @@ def test_tokens_changed_in_place_are_noticed(tmp_path, capsys):
         with pytest.raises(SystemExit, match="holds blocks of other data: give another directory"):
             build(tmp_path / "db", out, "--formats", names)
     assert sorted(p.name for p in out.iterdir()) == ["block_hashes.npy", "manifest.json", "memmap"]
+
+
+def test_two_builds_at_once_are_refused(corpus, tmp_path):
+    directory = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(directory, fcntl.LOCK_EX)
+    with pytest.raises(SystemExit, match="another build writes there: wait for its end"):
+        build(corpus, tmp_path, "--formats", "memmap")
+    assert not list(tmp_path.iterdir())
+    os.close(directory)
+    build(corpus, tmp_path, "--formats", "memmap")
 
 
 def test_bad_calls_are_refused_in_one_line(corpus, tmp_path):

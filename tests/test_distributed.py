@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from distributed import World, world_from_environ
+from tests.conftest import launcher
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -107,3 +108,20 @@ def test_two_ranks_meet_and_reduce():
         output, errors = process.communicate(timeout=60)
         assert process.returncode == 0, errors
         assert output.strip() == f"{World(rank, 2, rank, 2)} False"
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_says_why_and_does_not_wait_for_the_others(tmp_path):
+    (tmp_path / "fails.py").write_text(
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import torch, distributed\n"
+        "world = distributed.world_from_environ()\n"
+        "with distributed.joined(world, torch.device('cpu'), 60.0):\n"
+        "    if world.rank == 1:\n"
+        "        raise {'line': SystemExit('mend this'), 'bug': KeyError('bug')}[sys.argv[2]]\n"
+        "    torch.distributed.all_reduce(torch.ones(1))\n"
+    )
+    for how, said in (("line", "mend this"), ("bug", "KeyError: 'bug'")):
+        command = [*launcher(2), "fails.py", str(ROOT), how]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+        assert done.returncode == 1 and said in done.stderr.splitlines(), done.stderr

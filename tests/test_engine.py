@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from conftest import ragged_batch
 
-from engine import Engine, learning_rate
+import launch
+from engine import Engine, check_compile_mode, learning_rate
 from feed import targets_of
 from loss import IGNORE
 from model import GPT, GPTConfig
@@ -291,6 +292,19 @@ def test_z_loss_is_trained_on_and_the_log_sum_exp_reported_beside_the_plain_loss
         torch.testing.assert_close(gradients[name], p.grad, rtol=1e-9, atol=1e-14)
     for name, expected in (("loss", nats), ("z_mean", z.mean()), ("z_max", z.max())):
         torch.testing.assert_close(stats[name], expected.detach(), rtol=1e-12, atol=0)
+
+
+def test_cuda_graphs_take_one_micro_batch_a_step():
+    parse = launch.flag_parser().parse_args
+    graphs = parse(["--compile", "--compile-mode", "reduce-overhead"])
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    with pytest.raises(SystemExit, match="reduce-overhead: CUDA graphs take one .* not 2: raise"):
+        check_compile_mode(graphs, 2, gpu)
+    check_compile_mode(graphs, 1, gpu)
+    check_compile_mode(graphs, 2, cpu)
+    check_compile_mode(parse(["--compile"]), 2, gpu)
+    without = parse(["--compile", "--compile-mode", "max-autotune-no-cudagraphs"])
+    check_compile_mode(without, 2, gpu)
 
 
 def test_wsd_stays_at_the_peak_and_then_falls_as_one_minus_the_root():

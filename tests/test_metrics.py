@@ -20,7 +20,7 @@ def test_paused_time_is_not_in_the_throughput():
     with meter.pause():
         time.sleep(0.2)
     assert 0.05 <= meter.elapsed() < 0.2
-    with meter.wait():
+    with meter.span("data_wait"):
         pass
     values, rate = meter.values(2000, World()), 1000 / meter.elapsed()
     assert values["tokens_per_second"] == pytest.approx(rate, rel=0.05)
@@ -29,13 +29,13 @@ def test_paused_time_is_not_in_the_throughput():
 
 def test_waiting_is_a_share_of_the_interval():
     meter = Meter(CPU, tokens=0, flops=100, peak=None)
-    with meter.wait():
+    with meter.span("data_wait"):
         time.sleep(0.1)
     values = meter.values(10, World())
     assert values["data_wait_share"] > 0.8 and values["data_wait_ms_p50"] >= 100
     assert values["mfu"] is None
     meter.restart(10)
-    with meter.wait():
+    with meter.span("data_wait"):
         time.sleep(0.001)
     time.sleep(0.01)
     assert meter.values(20, World())["data_wait_share"] < 0.5

@@ -62,7 +62,7 @@ def test_dropped_pages_are_no_longer_in_the_page_cache(tmp_path):
     if stayed == 1:
         pytest.skip("this file system keeps its pages (tmpfs)")
     assert stayed == 0 and not processes.in_page_cache(path).any()
-    assert processes.drop_page_cache([]) is None
+    assert processes.drop_page_cache([]) == 0
 
 
 def test_shared_memory_is_removed_only_where_nobody_has_it_mapped():
@@ -113,3 +113,20 @@ def test_failures_say_why_and_leave_no_directory(tmp_path):
             with pytest.raises(processes.Failed, match=words):
                 processes.launch([str(script)], 1, out, 1 if "sleep" in code else 60)
     assert list(tmp_path.iterdir()) == [script]
+
+
+@pytest.mark.slow
+def test_ranks_say_why_above_torchruns_own_lines(tmp_path):
+    script = tmp_path / "script.py"
+    main = "import os, signal, time; main = os.environ['RANK'] == '0'\n"
+    for code, words in (
+        ("raise SystemExit('disk of clay' if main else 1)", "exit status 1: disk of clay"),
+        (
+            "print('at work')\nif main: time.sleep(30)\nos.kill(os.getpid(), signal.SIGKILL)",
+            "rank 1 was ended by signal 9",
+        ),
+    ):
+        script.write_text(main + code)
+        with processes.folder(tmp_path) as out, pytest.raises(processes.Failed) as failed:
+            processes.launch([str(script)], 2, out, 60)
+        assert str(failed.value) == words
