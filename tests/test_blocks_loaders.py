@@ -1,6 +1,7 @@
 """The arms of the comparison: each gives the manifest's blocks, once an epoch, on any ranks."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from blocks_loaders import ARMS, IndexedBlocks
 from blocks_writers import shard_size
 from distributed import World
 from elastic import FILTERS
-from library_loaders import LibraryBlocks
+from library_loaders import MOSAIC_SHM, LibraryBlocks
 from packed_blocks import read_manifest
 from scripts import processes, train_tokenizer
 from tests.conftest import PACKED_LENGTH as T
@@ -274,11 +275,13 @@ def test_mosaic_lets_the_memory_of_a_run_beside_it_be(packed, tmp_path):
         "next(iter(dataset)); open('ready', 'w'); time.sleep(99)"
     )
     words = [sys.executable, "-c", code, str(tmp_path / "mds")]
-    with subprocess.Popen(words, cwd=tmp_path) as beside:
+    # its lock files there decide on the names: the first ones, with which the clean-up begins
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(words, cwd=tmp_path, env=environ) as beside:
         try:
             wait_for((tmp_path / "ready").exists)
             theirs = processes.mapped_by(beside.pid)
-            assert any(name.startswith("000000_") for name in theirs)
+            assert any(map(MOSAIC_SHM.match, theirs)), theirs
             take(open_arm("mosaic", packed), 2)
             assert theirs <= processes.shared_memory().keys()
         finally:
