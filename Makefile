@@ -30,7 +30,7 @@ test: $(VENV)/.installed-dev  ## run all tests
 
 ab: $(VENV)/.installed-dev  ## compare all loaders on the demo corpus: 9 minutes on 2 cores
 	test -d lance_pretrain_db || $(PY) scripts/demo.py
-	$(PY) scripts/ab.py
+	$(PY) scripts/ab.py --blocks runs/demo_blocks
 
 chaos: $(VENV)/.installed-dev  ## kill a run 20 times at random and compare with a whole one
 	$(PY) tests/chaos.py --kills 20

@@ -30,12 +30,13 @@ import common
 import hardware
 import launch as setup
 from blocks_loaders import ARMS
+from build_packed_datasets import OTHER
 from flags import Parser, at_least_two, magnitude, not_negative, positive
 from loaders import LOADERS
 from packed_blocks import BLOCK_HASHES, MANIFEST
 from scripts import ab_report
 from scripts.ab_figures import RATE, combined, figures, trained, verdict
-from scripts.processes import PROC, Failed, drop_page_cache, folder, launch
+from scripts.processes import PROC, Failed, descendants, drop_page_cache, folder, kill, launch
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = ("--blocks-mode", "--blocks-path", "--loader", "--pack", "--run-dir", "--ckpt-dir")
@@ -69,6 +70,8 @@ def measure(matrix: "Matrix") -> None:
         matrix.results["interrupted"] = True
         if not isinstance(error, KeyboardInterrupt):
             raise
+        for pid in descendants(os.getpid())[1:]:  # one was just being launched
+            kill(pid)
     finally:
         matrix.finish()
     if "interrupted" in matrix.results:
@@ -223,7 +226,12 @@ class Matrix:
         wanted, failed = sorted(formats - {""}) or ["memmap"], {}  # all need the manifest
         try:
             self.pack(wanted)
-        except Failed:
+        except Failed as error:
+            if str(error) == OTHER.format(self.blocks):
+                raise SystemExit(
+                    f"--blocks {self.blocks} holds blocks of other data: give another --blocks or "
+                    "--out"
+                ) from None
             for name in wanted:
                 try:
                     self.pack([name])

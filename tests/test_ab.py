@@ -167,6 +167,15 @@ def test_bad_flags_are_refused_in_one_line(flags, words, tmp_path, monkeypatch, 
     assert refused.value.code != 0 and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+def test_blocks_of_other_data_are_refused_once(corpus, packed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--db", str(corpus), "--seq-len", str(2 * T), "--blocks", str(packed)]
+    with pytest.raises(SystemExit, match="holds blocks of other data: give another --blocks or"):
+        ab.main([*flags, "--arms", "memmap,parquet-seq"])
+    assert not list(Path("runs/ab").iterdir())
+
+
 # -----------------------------------------------------------------------------
 # figures
 
