@@ -5,6 +5,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from metrics import human
+
 RATE = "loader_tokens_per_second"
 # unit of each measure, by the end of its name
 UNITS = {
@@ -88,6 +90,12 @@ class Comparison:
     def median(self, label: str, group: tuple[str, int], measure: str) -> float | None:
         values = self.repeats(label, group, measure)
         return statistics.median(values) if values else None
+
+    def pace(self) -> str:
+        """How fast the device is that is pretended."""
+        if self.settings["step_ms"] is not None:
+            return f"{self.settings['step_ms']} ms a step"
+        return f"{human(self.settings['consume_tok_s'])} tokens a second and rank"
 
 
 def about_machine(machine: dict) -> str:

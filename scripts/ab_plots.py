@@ -22,6 +22,8 @@ def draw(report: Comparison, out: Path) -> list[str]:
     machine, drawn = report.results["machine"], []
     footer = f"{about_machine(machine)}, commit {(machine['git_commit'] or 'unknown')[:8]}"
     footer = footer.replace(", Python", ",\nPython")
+    if report.results.get("interrupted"):
+        footer += "; interrupted: turns are missing"
     for name, plot in PLOTS.items():
         if (figure := plot(report)) is not None:
             figure.text(0.01, 0.005, footer, fontsize=6, color="#666666")
@@ -92,7 +94,10 @@ def wait(report: Comparison) -> Figure | None:
     mode = next((m for m in ("sleep", "train") if m in report.settings["modes"]), None)
     if mode is None:
         return None
-    title = {"sleep": "Device idle for want of data, computing pretended", "train": "train.py idle"}
+    title = {
+        "sleep": f"Idle for want of data: a pretended device that takes {report.pace()}",
+        "train": "train.py idle for want of data",
+    }
     show = "{:.1%}".format
     figure = bars(
         report, f"{mode}_wait_share", title[mode], "share of time, worst rank", show, False

@@ -45,7 +45,10 @@ class Report(Comparison):
             g for g in self.groups if any(self.repeats(x, g, measures[0]) for x in self.labels)
         ]
         cells = {
-            label: [" / ".join(show(self.repeats(label, g, m)) for m in measures) for g in groups]
+            label: [
+                " / ".join(show(self.repeats(label, g, m)) for m in measures).strip(" /")
+                for g in groups
+            ]
             for label in self.labels
         }
         heads = [f"{title}, {in_group(group)}" for group in groups]
@@ -63,8 +66,7 @@ class Report(Comparison):
             f"{m['blocks']:,} blocks of {m['seq_len']:,} tokens an epoch, packed once and given to "
             f"every loader; {s['global_batch']:,} blocks a step on any number of ranks, "
             f"{s['batch_size']} a micro-batch, {s['num_workers']} workers, at most "
-            f"{s['prefetch_mb']} MB read ahead. Medians of {s['repeats']} turns of all loaders, "
-            "every turn of a loader in fresh processes; in brackets the lowest and the highest."
+            f"{s['prefetch_mb']} MB read ahead. {self.turns()}"
         )
         yield from self.section("Throughput", "throughput", drawn)
         yield "Loader alone, no model, tokens a second of all ranks:\n"
@@ -91,6 +93,15 @@ class Report(Comparison):
         yield from self.section("How it was measured", "", drawn)
         yield from self.method()
 
+    def turns(self) -> str:
+        done = max((len(figure["repeats"]) for figure in self.figures.values()), default=0)
+        if done < 2:
+            return "One turn of all loaders, each in fresh processes: no spread is known."
+        return (
+            f"Medians of {done} turns of all loaders, every turn of a loader in fresh processes; "
+            "in brackets the lowest and the highest."
+        )
+
     def section(self, title: str, plot: str, drawn: list[str]) -> Iterator[str]:
         yield f"\n## {title}\n"
         if plot in drawn:
@@ -116,11 +127,8 @@ class Report(Comparison):
 
     def waits(self) -> Iterator[str]:
         s = self.settings
-        pace = f"{s['step_ms']} ms a step" if s["step_ms"] is not None else (
-            f"{human(s['consume_tok_s'])} tokens a second and rank"
-        )  # fmt: skip
         if "sleep" in s["modes"]:
-            yield f"A device that takes {pace}; share of its time without data, worst rank:\n"
+            yield f"A device that takes {self.pace()}; share of time without data, worst rank:\n"
             yield from self.table("waits", percent, "sleep_wait_share")
             fewest = min(
                 min(self.repeats(label, group, "sleep_steps"), default=math.inf)

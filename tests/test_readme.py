@@ -64,7 +64,8 @@ def test_every_flag_exists():
     known = {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"}
     known |= {"--max-restarts", "--shutdown-timeout", "--signal"}  # of torchrun and sbatch
     known |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--index-url"}
-    for script in ["train.py", *(str(p.relative_to(ROOT)) for p in ROOT.glob("scripts/*.py"))]:
+    ours = ["train.py", "build_packed_datasets.py"]
+    for script in [*ours, *(str(p.relative_to(ROOT)) for p in ROOT.glob("scripts/*.py"))]:
         text = (ROOT / script).read_text()
         if "def main(argv" in text:
             command = [sys.executable, str(ROOT / script), "--help"]
