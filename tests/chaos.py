@@ -130,6 +130,7 @@ class Chaos:
     def compare(self, whole: dict[int, dict]) -> None:
         mine = self.records("run")
         assert list(mine) == list(whole) == list(range(1, STEPS + 1))
+        assert len({record["batch_hash"] for record in whole.values()}) == STEPS
         for step, record in whole.items():
             assert mine[step]["batch_hash"] == record["batch_hash"], f"other data in step {step}"
             assert math.isclose(mine[step]["loss"], record["loss"], abs_tol=1e-5), step

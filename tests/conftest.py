@@ -1,10 +1,12 @@
 """What the tests share: real tables, and ways to run the programs."""
 
 import logging
+import multiprocessing.util
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -55,6 +57,17 @@ def plan_cache(tmp_path_factory):
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def temporary(tmp_path_factory) -> Iterator[None]:
+    """The tests' own temporary directory: MosaicML leaves lock files there. Its path is short, as
+    those of sockets must be."""
+    tmp_path_factory.getbasetemp()  # not in there
+    multiprocessing.util.get_temp_dir()  # nor this one, which goes when the process does
+    with tempfile.TemporaryDirectory(prefix="tests-") as path:
+        os.environ["TMPDIR"] = tempfile.tempdir = path
+        yield
+
+
 PACKED_LENGTH = 32  # tokens of a block
 
 
@@ -102,26 +115,35 @@ def memmap_rows(path: Path) -> list[list[int]]:
     return np.fromfile(path / "blocks.bin", np.uint16).reshape(-1, PACKED_LENGTH).tolist()
 
 
-def run(*command: str, cwd: Path, timeout: float = 240, **environ: str):
+def run(*command: str, cwd: Path, timeout: float = 500, **environ: str):
     """Run a program of the project with this Python. Returns the CompletedProcess, with text."""
-    full = {k: v for k, v in os.environ.items() if k != "LANCE_PRETRAIN_DB"} | environ
     script = [sys.executable, str(ROOT / command[0]), *command[1:]]
-    return subprocess.run(
-        script, cwd=cwd, env=full, capture_output=True, text=True, timeout=timeout
-    )
+    return finished(script, cwd, timeout, environ)
 
 
-def launcher(ranks: int, *flags: str) -> list[str]:
+def launcher(ranks: int) -> list[str]:
     """The words of a torchrun with ``ranks`` processes on this node."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*words, f"--nproc-per-node={ranks}", *flags]
+    return [*words, f"--nproc-per-node={ranks}"]
 
 
-def torchrun(ranks: int, *command: str, cwd: Path, timeout: float = 240, **environ: str):
+def torchrun(ranks: int, *command: str, cwd: Path, timeout: float = 500):
     """Run a program of the project under real torchrun with ``ranks`` processes on this node."""
-    full = {k: v for k, v in os.environ.items() if k != "LANCE_PRETRAIN_DB"} | environ
     words = [*launcher(ranks), str(ROOT / command[0]), *command[1:]]
-    return subprocess.run(words, cwd=cwd, env=full, capture_output=True, text=True, timeout=timeout)
+    return finished(words, cwd, timeout, {})
+
+
+def finished(words: list[str], cwd: Path, timeout: float, environ: dict[str, str]):
+    """The CompletedProcess of a command; one that does not end is killed with all it started."""
+    full = {k: v for k, v in os.environ.items() if k != "LANCE_PRETRAIN_DB"} | environ
+    full |= {"STARTED_BY_TEST": str(cwd)}
+    try:
+        return subprocess.run(
+            words, cwd=cwd, env=full, capture_output=True, text=True, timeout=timeout
+        )
+    except BaseException:
+        kill_all(cwd)
+        raise
 
 
 @contextmanager
@@ -142,10 +164,15 @@ def started(*words: str, cwd: Path, here: Path | None = None) -> Iterator[subpro
         try:
             yield process
         finally:
-            for pid in processes_of(cwd):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_all(cwd)
             process.wait()
+
+
+def kill_all(cwd: Path) -> None:
+    """Kill what runs of the commands that were started there."""
+    for pid in processes_of(cwd):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def processes_of(cwd: Path) -> dict[int, list[str]]:

@@ -30,7 +30,7 @@ from model import GPT, GPTConfig
 from tokenizer import ByteTokenizer
 
 CONFIG = GPTConfig(vocab_size=97, seq_len=16, n_layer=2, n_head=2, n_embd=32)
-DIST_TIMEOUT = 8.0  # seconds
+DIST_TIMEOUT = 12.0  # seconds
 G = 7  # blocks of a global batch: divisible by 1 and 7 ranks only
 
 

@@ -1,5 +1,6 @@
 """The comparison: real processes, loaders with known faults, reports, interruptions."""
 
+import argparse
 import json
 import signal
 import sys
@@ -13,7 +14,17 @@ import pytest
 from distributed import World
 from scripts import ab
 from scripts.ab_cell import take
-from scripts.ab_figures import combined, displacement, figures, in_words, surplus, trained, verdict
+from scripts.ab_figures import (
+    RATE,
+    combined,
+    displacement,
+    figures,
+    in_words,
+    surplus,
+    trained,
+    verdict,
+)
+from scripts.ab_report import Report, percent, spread
 from tests.conftest import ROOT, processes_of, run, small_disk, started, wait_for
 from tests.odd_arms import LEFT_BEHIND, PAUSE
 
@@ -37,7 +48,10 @@ def odd(corpus, tmp_path_factory) -> Path:
     (site / "sitecustomize.py").write_text("import tests.odd_arms\ntests.odd_arms.register()\n")
     arms = "memmap,memmap,slow,twice,forgetful,foreign,crashing,webdataset"
     done = compare(corpus, out, "--arms", arms, PYTHONPATH=f"{site}:{ROOT}")
+    left = LEFT_BEHIND.exists()
+    LEFT_BEHIND.unlink(missing_ok=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert not left
     return out
 
 
@@ -84,7 +98,6 @@ def test_failed_loaders_are_named_with_their_reason_and_leave_nothing(odd, resul
         for name in ("webdataset", "foreign", "crashing")
         for why in arms[name]["failed"].values()
     )
-    assert not LEFT_BEHIND.exists()
     assert {path.name for path in odd.iterdir()} == FILES
 
 
@@ -267,6 +280,36 @@ def test_figures_are_medians_by_name_with_units():
         "a.warm.2.first_batch_s": {"value": 2, "unit": "s", "repeats": [3, 1, 2]},
         "a.cold.1.threads": {"value": 4, "unit": "", "repeats": [4]},
     }
+
+
+def test_tables_have_medians_spread_and_the_ratio_of_each_turn():
+    turns = {"elastic": (300, 200, 900), "memmap": (100, 100, 600)}
+    cells = [
+        {"label": label, "cache": "warm", "ranks": 2, RATE: rate, "sleep_wait_share": 1 / rate}
+        for label, rates in turns.items()
+        for rate in rates
+    ]
+    arms = {label: {"arm": label, "failed": {}, "checks": {}} for label in turns}
+    results = {"arms": arms, "settings": {}, "cells": cells, "figures": figures(cells)}
+    report = Report(results)
+    assert report.table("tok/s", spread, RATE) == [
+        "| loader | tok/s, warm, 2 ranks |",
+        "|---|---:|",
+        "| `elastic` | 300 (200 – 900) |",
+        "| `memmap` | 100 (100 – 600) |",
+    ]
+    assert (
+        report.table("waits", percent, "sleep_wait_share")[-1]
+        == "| `memmap` | 1.0% (0.2% – 1.0%) |"
+    )
+    assert list(report.ratios())[-1] == "| `memmap` | 2x |"  # of 3, 2 and 1.5
+    assert report.turns().startswith("Medians of 3 turns")
+
+
+def test_a_pretended_device_takes_its_tokens_a_second_on_each_rank():
+    args = argparse.Namespace(consume_tok_s=64)
+    matrix = argparse.Namespace(args=args, global_batch=8, block_tokens=32)
+    assert [ab.Matrix.pause(matrix, ranks) for ranks in (1, 2, 4)] == [4, 2, 1]
 
 
 def test_steps_are_taken_for_a_time_or_a_number_and_at_least_one():

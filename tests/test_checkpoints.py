@@ -169,6 +169,33 @@ def test_unknown_format_is_refused_and_format_1_is_read(tmp_path):
         load_record(tmp_path / "c")
 
 
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_process_killed_inside_a_save_leaves_the_old_checkpoint_or_the_new_one(tmp_path, call):
+    """By SIGKILL as it would sync the shard, the manifest, the new directory, the one above."""
+    save(tmp_path, 1)
+    code = (
+        "import os, signal, sys; sys.path.insert(0, sys.argv[1])\n"
+        "from pathlib import Path\n"
+        "from tests.test_checkpoints import save\n"
+        "fsync, left = os.fsync, [None] * int(sys.argv[3])\n"
+        "def sync(fd):\n"
+        "    left.pop()\n"
+        "    fsync(fd) if left else os.kill(os.getpid(), signal.SIGKILL)\n"
+        "os.fsync = sync\n"
+        "save(Path(sys.argv[2]), 2)"
+    )
+    command = [sys.executable, "-c", code, str(ROOT), str(tmp_path), str(call)]
+    assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
+    found = complete(tmp_path)
+    assert [checkpoints.step_of(path) for path in found] == [1, 2][: 1 + (call == 4)]
+    assert find("auto", str(tmp_path), ALONE).path == found[-1]
+    if call < 4:
+        assert list(tmp_path.glob(".partial_*"))
+        (new,) = save(tmp_path, 2)
+        assert torch.equal(loaded(new)["h.0.w"], tensors(2)["h.0.w"])
+    assert torch.equal(loaded(found[0])["h.0.w"], tensors(1)["h.0.w"])
+
+
 # -----------------------------------------------------------------------------
 # the directory
 

@@ -229,6 +229,34 @@ JUNK = {
 }
 
 
+OBJECTED = {
+    "few_words": "Too few words.",
+    "many_words": "the end of it all. " * 22_000,
+    "short_words": "a b c d\n" * 20,
+    "long_words": "incomprehensibilities, " * 60,
+    "words_without_letters": "1 + 2 is 3 " * 20,
+    "no_stop_words": "zebra giraffe ostrich " * 20,
+    "hashes_and_ellipses": "so it goes ... and goes ... " * 20,
+    "curly_brackets": "{ a: b } and { c: d } " * 20,
+    "few_letters_or_digits": "what?!?!?! who?!?!?! " * 30,
+    "control_characters": PROSE + "\x01" * 20,
+    "lorem_ipsum": PROSE + "Lorem ipsum.",
+    "bullet_lines": "".join(f"- point {i} of the list\n" for i in range(50)),
+    "ellipsis_lines": "".join(f"line {i} goes on...\n" for i in range(50)),
+    "lines_without_end": "".join(f"line {i} has no end\n" for i in range(50)),
+    "short_lines": "".join(f"{i}.\n" for i in range(50)),
+    "duplicate_lines": PROSE + "It is.\n" * 400,
+    "duplicate_line_characters": PROSE + "This line is here to be seen again. \n" * 40,
+    "top_bigram": "spam eggs " * 100,
+    "duplicate_ngrams": PROSE * 2,
+}
+
+
+@pytest.mark.parametrize("rule", [rule.severity.__name__ for rule in quality.RULES])
+def test_each_rule_takes_points_from_a_text_that_it_is_about(rule):
+    assert quality.explain(OBJECTED[rule])[rule] > 0 and rule not in quality.explain(PROSE)
+
+
 @pytest.mark.parametrize("text", JUNK.values(), ids=JUNK)
 def test_junk_does_not_pass_the_training_filter(text):
     assert score_document(text) < 1.0 < score_document(PROSE)
@@ -326,7 +354,8 @@ def test_an_interrupted_run_is_continued(tmp_path, how):
     while "score" not in latest(table).schema.names or table.count_rows("score IS NOT NULL") == 0:
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
-    os.killpg(process.pid, how)
+    # Ctrl-C goes to all of them; multiprocessing's resource tracker cleans up behind a kill
+    os.killpg(process.pid, how) if how == signal.SIGINT else process.kill()
     lines = process.communicate(timeout=30)[1].splitlines()
     if how == signal.SIGINT:
         assert (process.returncode, lines[-1].split(":")[0]) == (130, "interrupted")

@@ -48,7 +48,7 @@ def run_init(code_after="", **ranks):
     code = (
         "import torch, distributed\n"
         "world = distributed.world_from_environ()\n"
-        "world = distributed.join(world, torch.device('cpu'), 5.0)\n"
+        "world = distributed.join(world, torch.device('cpu'), 30.0)\n"
         f"{code_after}\ndistributed.leave()\n"
         "print(world, torch.distributed.is_initialized())"
     )
@@ -74,7 +74,7 @@ def test_port_in_use_is_refused_in_one_line_within_seconds():
         start = time.monotonic()
         ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
         process = run_init(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **ranks)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=120)
     assert process.returncode == 1 and "Traceback" not in errors
     line = errors.strip().splitlines()[-1]
     for part in (
@@ -84,12 +84,12 @@ def test_port_in_use_is_refused_in_one_line_within_seconds():
         "--rdzv-endpoint",
     ):
         assert part in line
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
 
 
 def test_plain_python_joins_no_process_group():
     process = run_init("assert not torch.distributed.is_initialized()")
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert output.strip() == f"{World()} False"
 
@@ -105,7 +105,7 @@ def test_two_ranks_meet_and_reduce():
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     processes = [run_init(reduce, RANK=r, LOCAL_RANK=r, **shared) for r in ("0", "1")]
     for rank, process in enumerate(processes):
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
         assert output.strip() == f"{World(rank, 2, rank, 2)} False"
 
@@ -123,5 +123,5 @@ def test_a_rank_that_fails_says_why_and_does_not_wait_for_the_others(tmp_path):
     )
     for how, said in (("line", "mend this"), ("bug", "KeyError: 'bug'")):
         command = [*launcher(2), "fails.py", str(ROOT), how]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
         assert done.returncode == 1 and said in done.stderr.splitlines(), done.stderr

@@ -83,11 +83,15 @@ def epoch_blocks(docs, epoch, T, splits=64, **order):
 
 def make(path, docs, kind=None, **columns) -> lancedb.table.Table:
     """A table of (id, tokens) documents, in this order."""
+    table = rows(docs, kind, **columns)
+    return lancedb.connect(path).create_table("corpus", table, mode="overwrite")
+
+
+def rows(docs, kind=None, **columns) -> pa.Table:
     ids = pa.array([i for i, _ in docs], pa.int64())
     tokens = pa.array([t for _, t in docs], kind or pa.list_(pa.uint16()))
     counts = pa.array([None if t is None else len(t) for _, t in docs], pa.int32())
-    table = pa.table({"id": ids, "input_ids": tokens, "n_tokens": counts, **columns})
-    return lancedb.connect(path).create_table("corpus", table, mode="overwrite")
+    return pa.table({"id": ids, "input_ids": tokens, "n_tokens": counts, **columns})
 
 
 ALONE = World()
@@ -312,25 +316,20 @@ def test_global_batch_may_change_on_purpose(tmp_path):
     assert got[0] + got[1] == epoch_blocks(docs, 0, 8)[12:26]
 
 
-def test_plan_survives_compaction_deletion_and_appends_at_its_version(tmp_path):
+def test_deleted_rows_several_fragments_and_compaction_change_no_block(tmp_path):
     docs = documents(np.random.default_rng(0), 100, 50)
-    table = make(tmp_path, docs)
-    table.add(pa.table(table.to_arrow().slice(0, 0)))
-    flags = ("--pack", "--seq-len", "8")
-    before = open_stream(tmp_path, *flags)
-    table.add(
-        pa.table(
-            {"id": [5000], "input_ids": pa.array([[1]], pa.list_(pa.uint16())), "n_tokens": [1]},
-            schema=table.schema,
-        )
-    )
-    table.delete("id = 5000")
-    table.optimize()
-    after = open_stream(tmp_path, *flags)
-    assert before.fingerprint == after.fingerprint
-    got, _ = global_batches(tmp_path, 3, *flags)
-    assert [r for s in got for r in s] == epoch_blocks(docs, 0, 8)[:12]
-    before.close(), after.close()
+    table = make(tmp_path, docs[:60])
+    table.add(rows(docs[60:]))
+    table.delete(f"id IN ({', '.join(str(i) for i, _ in docs[1::3])})")
+    kept = [doc for at, doc in enumerate(docs) if at % 3 != 1]
+    flags, found = ("--pack", "--seq-len", "8"), []
+    for fragments in (2, 1):
+        assert len(table.to_lance().get_fragments()) == fragments
+        got, state = global_batches(tmp_path, 3, *flags)
+        assert [r for s in got for r in s] == epoch_blocks(kept, 0, 8)[:12]
+        found.append(state["fingerprint"])
+        table.optimize()
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
@@ -397,7 +396,7 @@ def test_close_ends_the_threads_and_leaves_only_the_plans(tmp_path):
     next(steps)
     assert set(threading.enumerate()) - before
     stream.close()
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     assert all(p.name != "partial" for p in (tmp_path / "cache").iterdir())
 
 

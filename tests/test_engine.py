@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ragged_batch
 
 import launch
 from engine import Engine, check_compile_mode, learning_rate
 from feed import targets_of
 from loss import IGNORE
 from model import GPT, GPTConfig
+from tests.conftest import ragged_batch
 
 CONFIG = GPTConfig(vocab_size=97, seq_len=16, n_layer=2, n_head=2, n_embd=32)
 

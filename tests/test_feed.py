@@ -16,6 +16,8 @@ class SlowDevice:
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.queue, self.log, self.steps = seconds, [], [], 0
+        self.may_copy = threading.Event()
+        self.may_copy.set()
 
     def queued(self):
         self.steps += 1
@@ -37,6 +39,7 @@ class SlowDevice:
         self.log.append(f"queued {event.number}")
 
         def copy():
+            self.may_copy.wait()
             time.sleep(self.seconds)
             for pinned, there in work:
                 there.copy_(pinned)
@@ -79,12 +82,14 @@ def test_a_buffer_is_not_filled_again_before_its_copy_is_done():
 
 
 def test_the_next_batch_is_prepared_while_the_last_one_is_copied():
-    device, Event.count = SlowDevice(0.2), 0
+    device, Event.count = SlowDevice(0), 0
+    device.may_copy.clear()
     feed = Feed(torch.device("cpu"), doc_mask=False, copies=device)
     feed(batch(0))
     feed(batch(1))
     # both under way, nobody waited
     assert device.log == ["behind None", "queued 0", "behind 1", "queued 1"]
+    device.may_copy.set()
     for event in feed.copied:
         event.done.wait()
 

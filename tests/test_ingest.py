@@ -17,8 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from scripts import ingest
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.conftest import ROOT, wait_for
 
 
 @pytest.fixture
@@ -526,10 +525,8 @@ def test_input_is_read_lazily_batch_after_batch(here, monkeypatch):
         thread.start()
         pipe.write("".join(json.dumps({"text": t}) + "\n" for t in numbered(2000)).encode())
         pipe.flush()
-        deadline = time.monotonic() + 20
-        while not Path("db/corpus.lance/_versions").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert thread.is_alive() and len(rows()) >= 10
+        wait_for(lambda: Path("db/corpus.lance/_versions").exists() and len(rows()) >= 10)
+        assert thread.is_alive()
     thread.join()
     assert texts() == numbered(2000)
 
@@ -557,11 +554,10 @@ def test_another_writer_in_between_stops_the_ingest_before_it_writes(here, monke
             other.add(pa.table({"id": [20], "text": ["intruder"]}))
         return new_documents(batch, corpus, skipped)
 
-    monkeypatch.setattr(ingest, "new_documents", intrude)
-    message = refused("a.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr(ingest, "new_documents", intrude)
+        message = refused("a.jsonl")
     assert "something else wrote to it" in message and "alone" in message
-    monkeypatch.undo()
-    os.chdir(here)
     run("a.jsonl")
     assert [i for (i,) in rows(["id"])] == list(range(31))
 

@@ -3,42 +3,67 @@
 import json
 import math
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from distributed import World
-from metrics import Meter, RunLog, cut_back, duration, human, step_line
+from metrics import Meter, RunLog, batch_hash, cut_back, duration, human, step_line
 
 CPU = torch.device("cpu")
 
 
-def test_paused_time_is_not_in_the_throughput():
+@pytest.fixture
+def clock(monkeypatch) -> Callable[[float], None]:
+    """A clock that stands still but for calls of this, with seconds."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return lambda seconds: now.__setitem__(0, now[0] + seconds)
+
+
+def test_paused_time_is_not_in_the_throughput(clock):
     meter = Meter(CPU, tokens=1000, flops=100, peak=1e6)
-    time.sleep(0.05)
+    clock(0.5)
     with meter.pause():
-        time.sleep(0.2)
-    assert 0.05 <= meter.elapsed() < 0.2
+        clock(8)
     with meter.span("data_wait"):
-        pass
-    values, rate = meter.values(2000, World()), 1000 / meter.elapsed()
-    assert values["tokens_per_second"] == pytest.approx(rate, rel=0.05)
-    assert values["mfu"] == pytest.approx(rate * 100 / 1e6, rel=0.05)
+        clock(1.5)
+    assert meter.elapsed() == 2 and meter.last_pause == 8
+    values = meter.values(2000, World())
+    assert values["tokens_per_second"] == 500 and values["mfu"] == 0.05
+    assert meter.eta(done=1, left=3) == 30  # everything included
 
 
-def test_waiting_is_a_share_of_the_interval():
+def test_waiting_is_a_share_of_the_interval(clock):
     meter = Meter(CPU, tokens=0, flops=100, peak=None)
-    with meter.span("data_wait"):
-        time.sleep(0.1)
+    for wait in (1, 3):
+        with meter.span("data_wait"):
+            clock(wait)
+    clock(12)
     values = meter.values(10, World())
-    assert values["data_wait_share"] > 0.8 and values["data_wait_ms_p50"] >= 100
-    assert values["mfu"] is None
+    assert values["data_wait_share"] == 0.25 and values["data_wait_ms_p50"] == 2000
+    assert values["data_wait_s"] == 2 and values["step_s"] == 8 and values["mfu"] is None
     meter.restart(10)
     with meter.span("data_wait"):
-        time.sleep(0.001)
-    time.sleep(0.01)
-    assert meter.values(20, World())["data_wait_share"] < 0.5
+        clock(1)
+    assert meter.values(20, World())["data_wait_share"] == 1
+
+
+def test_batch_hash_tells_blocks_and_their_order_and_not_how_they_are_dealt():
+    ids = torch.arange(12).view(4, 3)
+
+    def hashed(ids: torch.Tensor, *sizes: int) -> str:
+        whole = torch.ones_like(ids, dtype=torch.bool)
+        dealt = zip(ids.split(sizes), whole.split(sizes), strict=True)
+        return batch_hash([{"input_ids": i, "mask": m} for i, m in dealt], 4, World())
+
+    assert hashed(ids, 4) == hashed(ids, 2, 2) == hashed(ids, 1, 3)
+    padded = {"input_ids": ids.repeat(2, 1), "mask": torch.arange(8)[:, None].expand(8, 3) < 4}
+    assert batch_hash([padded], 4, World()) == hashed(ids, 4)
+    others = [ids[[1, 0, 2, 3]], ids + 1, ids[[0, 0, 2, 3]]]
+    assert len({hashed(other, 4) for other in [ids, *others]}) == 4
 
 
 def test_resume_cuts_metrics_back_to_the_checkpoint(tmp_path):

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from conftest import ragged_batch
 
 from engine import Engine
 from feed import targets_of
 from loss import IGNORE
 from model import GPT, GPTConfig
+from tests.conftest import ragged_batch
 
 CONFIG = GPTConfig(vocab_size=97, seq_len=16, n_layer=2, n_head=2, n_embd=32)
 

@@ -35,7 +35,8 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition, seconds: float = 10.0) -> bool:
+def wait_until(condition, seconds: float = 30.0) -> bool:
+    """Not conftest's: workers import this module, and must not import torch with it."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -91,7 +91,7 @@ def test_what_a_killed_program_had_mapped_is_removed_and_nothing_else(tmp_path):
     )
     try:
         with processes.folder(tmp_path) as out, pytest.raises(processes.Failed):
-            processes.launch([str(script)], 1, out, 3)
+            processes.launch([str(script)], 1, out, 10)
         assert others.exists() and not mine.exists()
     finally:
         for path in (mine, others):

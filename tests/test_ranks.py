@@ -60,12 +60,19 @@ def test_elastic_stream_gives_the_same_global_batches_in_order_on_any_world_size
 
 @pytest.mark.parametrize("saved_by", SIZES)
 def test_checkpoint_of_any_world_size_is_read_by_one_process(results, saved_by):
-    path = Path(results[saved_by]["checkpoint"]["path"])
-    tensors = {n: torch.zeros_like(t) for n, t in Engine(GPT(CONFIG)).tensors().items()}
-    checkpoints.load_tensors(path, checkpoints.load_record(path), tensors, World())
-    reference = Engine(GPT(CONFIG, seed=3))
-    assert tensors.keys() == reference.tensors().keys()
+    def loaded(ranks: int) -> dict[str, torch.Tensor]:
+        path = Path(results[ranks]["checkpoint"]["path"])
+        tensors = {n: torch.zeros_like(t) for n, t in Engine(GPT(CONFIG)).tensors().items()}
+        checkpoints.load_tensors(path, checkpoints.load_record(path), tensors, World())
+        return tensors
+
+    tensors, expected = loaded(saved_by), loaded(1)
     assert tensors["optimizer.step.wte.weight"].item() == 1
+    for name in expected:  # an update of AdamW's, of either sign where the gradient is about 0
+        atol = 1e-6 if name.startswith("optimizer.") else 2.1e-2
+        torch.testing.assert_close(tensors[name], expected[name], rtol=1e-4, atol=atol)
+    for name in ("wte.weight", "wpe.weight"):
+        torch.testing.assert_close(tensors[name], expected[name], rtol=0, atol=1e-4)
 
 
 def test_lancedb_stream_gives_the_same_global_batches_for_any_ranks_and_workers(results):

@@ -33,7 +33,7 @@ def checkout(tmp_path):
 
 
 @pytest.mark.slow
-def test_commands_from_text_to_a_model_run_as_written(checkout):
+def test_commands_from_text_to_a_model_run_as_written(checkout, monkeypatch):
     (block,) = [b for b in BLOCKS if "scripts/ingest.py" in b]
     # random letters are no prose: without this the default --min-score would leave nothing
     block = block.replace("--lr-total-steps 60", "--lr-total-steps 60 --min-score 0")
@@ -51,6 +51,10 @@ def test_commands_from_text_to_a_model_run_as_written(checkout):
     assert "step 60/60" in done.stdout and "bits per byte" in done.stdout
     assert (checkout / "ckpts" / "step_00000060").is_dir()
     assert (checkout / "runs" / "curate" / "report.png").is_file()
+    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    monkeypatch.chdir(checkout)
+    exec(code, found := {})
+    assert found["weights"]["wte.weight"].shape == (4096, 128)
 
 
 def test_shell_blocks_are_valid_shell():

@@ -5,11 +5,11 @@ import statistics
 
 import pytest
 import torch
-from conftest import ragged_batch
 
 from engine import Engine
 from model import GPT, GPTConfig
 from spikes import SpikeGuard
+from tests.conftest import ragged_batch
 
 CPU = torch.device("cpu")
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from stopping import SAME_SIGNAL
 from tests.conftest import ROOT, launcher, processes_of, run, started, torchrun, wait_for
 
 SMALL = ("--pack", "--seq-len", "64", "--batch-size", "4", "--eval-batches", "2", "--dtype", "fp32")
@@ -101,7 +102,7 @@ def test_time_limit_stops_like_a_signal(corpus, tmp_path):
     words = flags(corpus, "--steps", "100000", "--ckpt-dir", "c", "--time-limit", "0.1")
     began = time.monotonic()
     done = torchrun(2, "train.py", *words, cwd=tmp_path)
-    assert done.returncode == 0 and time.monotonic() - began < 40
+    assert done.returncode == 0 and time.monotonic() - began < 120
     stopped_as_it_should()
     assert "(--time-limit)" in Path("r/train.log").read_text()
 
@@ -118,10 +119,13 @@ def test_second_signal_ends_the_process_at_once(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         process.terminate()
-        time.sleep(2.2)
-        assert process.poll() is None
-        process.terminate()
-        assert process.wait(10) == -signal.SIGTERM
+        try:
+            time.sleep(2 * SAME_SIGNAL)
+            assert process.poll() is None
+            process.terminate()
+            assert process.wait(30) == -signal.SIGTERM
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow

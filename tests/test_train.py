@@ -433,9 +433,29 @@ def test_changed_schedule_flags_are_said_and_global_batch_may_change_on_purpose(
     go(corpus, "--steps", "4", "--ckpt-dir", "c", "--run-dir", "r", "--resume", "auto", *flags)
     printed = capsys.readouterr().out
     assert "changed        --lr 0.0006 -> 0.001" in printed
+    # the validation stays the one of the first global batches
+    tokens = [line for line in printed.splitlines() if line.startswith("validation     ")]
+    assert len(tokens) == 2 and tokens[0] == tokens[1]
     record = json.loads(Path("c/step_00000004/checkpoint.json").read_text())
     assert record["global_batch"] == 6 and record["stream"]["block"] == 2 * 4 + 2 * 6
     assert record["tokens"] == (2 * 4 + 2 * 6) * 64
+
+
+def test_resume_with_another_batch_size_trains_the_same_steps(corpus):
+    go(corpus, "--steps", "6", "--run-dir", "whole")
+    flags = ("--lr-total-steps", "6", "--ckpt-dir", "c", "--run-dir", "r")
+    go(corpus, "--steps", "3", *flags)
+    go(corpus, "--steps", "6", *flags, "--resume", "auto", "--batch-size", "3")
+    record = json.loads(Path("c/step_00000006/checkpoint.json").read_text())
+    assert record["global_batch"] == 4 and record["stream"]["block"] == 6 * 4
+    assert losses("r") == pytest.approx(losses("whole"), abs=1e-5)
+
+
+def test_auto_continues_the_newest_run(corpus):
+    go(corpus, "--steps", "3", "--run-dir", "a")
+    go(corpus, "--steps", "2", "--lr-total-steps", "4", "--run-dir", "b")
+    go(corpus, "--steps", "4", "--resume", "auto")
+    assert list(losses("a")) == [1, 2, 3] and list(losses("b")) == [1, 2, 3, 4]
 
 
 def test_new_run_may_start_from_the_weights_of_another(corpus, capsys):
@@ -530,6 +550,19 @@ def test_two_ranks_train_save_and_resume_like_one(corpus, tmp_path):
     assert len(list(Path("c/step_00000004").glob("*.safetensors"))) == 2
     (a, b) = ([r for r in records(d) if "val_loss" in r][-1] for d in ("one", "two"))
     assert b["val_loss"] == pytest.approx(a["val_loss"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_resume_on_as_many_ranks_is_bit_identical(corpus, tmp_path):
+    """Three: the sum of two does not depend on their order."""
+    flags = ("--db", str(corpus), *SMALL, "--global-batch", "7", "--steps", "4")
+    whole = ("--ckpt-dir", "c", "--ckpt-every", "2")
+    resumed = ("--ckpt-dir", "b", "--resume", "c/step_00000002")
+    for more in (whole, resumed):
+        done = torchrun(3, "train.py", *flags, *more, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    a, b = weights("c/step_00000004"), weights("b/step_00000004")
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.slow
