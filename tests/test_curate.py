@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from scripts import curate, curate_report, dedup, quality
+from scripts import columns, curate, curate_report, dedup, quality
 from scripts.quality import explain, score_document
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -339,6 +339,21 @@ def test_workers_find_the_same_as_this_process(tmp_path):
 def latest(table: lancedb.table.Table) -> lancedb.table.Table:
     table.checkout_latest()
     return table
+
+
+def test_another_writer_meanwhile_ends_it_in_one_line_and_keeps_both(tmp_path):
+    table = create(tmp_path, ["one", "two", "three"])
+
+    def intruding(batches):
+        table.update(where="id = 1", values={"text": "TWO"})
+        for batch in batches:
+            yield pa.record_batch({"_rowid": batch["_rowid"], "n": batch["id"].cast(pa.int32())})
+
+    fields = pa.schema([pa.field("n", pa.int32())])
+    with pytest.raises(SystemExit, match="something else wrote to table 'corpus' meanwhile: run"):
+        columns.fill_columns(open_table(tmp_path), fields, ["id"], "n", intruding)
+    assert column_by_id(latest(table), "text") == {0: "one", 1: "TWO", 2: "three"}
+    assert set(column_by_id(table, "n").values()) == {None}
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])

@@ -283,6 +283,23 @@ def test_ledger_accounts_for_every_token_of_the_epochs_begun(corpus, mode):
     assert ("truncated" in named) == (not mode)
 
 
+def test_skipped_steps_have_their_place_in_the_ledger(corpus):
+    flags = ("--lr", "1e6", "--warmup-steps", "0", "--grad-clip", "0", "--max-skips", "100")
+    go(corpus, "--steps", "12", "--run-dir", "r", *flags)
+    total, parts, named = ledger("r")
+    skipped = [r["skipped"] for r in records("r") if "skipped" in r][-1]
+    assert total == parts and skipped > 0
+    assert named["skipped steps"] == skipped * 4 * 64
+    assert named["trained"] == (12 - skipped) * 4 * 64
+
+
+def test_ckpt_sync_trains_on_when_the_checkpoint_is_written(corpus):
+    go(corpus, "--steps", "4", "--run-dir", "r", "--ckpt-every", "1", "--ckpt-sync")
+    log = [line.split() for line in Path("r/train.log").read_text().splitlines()]
+    lines = [words[1] for words in log if words[0] == "step" and "validation" not in words]
+    assert lines == ["1/4", "1:", "2/4", "2:", "3/4", "3:", "4/4", "4:"]
+
+
 def test_run_tags_its_version_until_it_is_done(tmp_path, capsys):
     table = make_table(tmp_path / "db", documents(120))
     tokenize_corpus.main(["--db", str(tmp_path / "db"), "--workers", "0"])
