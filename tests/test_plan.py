@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,14 @@ def builds(tmp_path) -> int:
 def get_in_another_process(root: Path) -> None:
     entry = Cache(root, 1 << 30).get("k", build)
     assert entry["id"][-1] == 999
+
+
+def build_and_die(root: Path) -> None:
+    def die(folder: Path) -> dict:
+        build(folder)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Cache(root, 1 << 30).get("k", die)
 
 
 def test_entry_is_built_once_and_mapped_read_only(tmp_path):
@@ -64,6 +73,15 @@ def test_builder_that_fails_leaves_nothing_and_the_next_one_builds(tmp_path):
         cache.get("k", broken)
     assert not (tmp_path / "c/k").exists()
     assert cache.get("k", build)["id"][5] == 5
+    assert os.listdir(tmp_path / "c") == ["k"]
+
+
+def test_builder_that_is_killed_leaves_neither_entry_nor_lock(tmp_path):
+    job = multiprocessing.get_context("spawn").Process(target=build_and_die, args=(tmp_path / "c",))
+    job.start()
+    job.join(60)
+    assert job.exitcode == -signal.SIGKILL and os.listdir(tmp_path / "c") == ["partial"]
+    assert Cache(tmp_path / "c", 1 << 30).get("k", build)["id"][5] == 5
     assert os.listdir(tmp_path / "c") == ["k"]
 
 
