@@ -34,7 +34,8 @@ def fill_columns(
     """Fill ``fields`` in every row whose ``marker`` (one of them) is NULL.
 
     ``compute`` maps an iterator of batches with the ``read`` columns and ``_rowid`` to an iterator
-    of batches with ``_rowid`` (uint64) and ``fields``; it must set ``marker`` in every row.
+    of batches with ``_rowid`` (uint64) and ``fields``; it must set ``marker`` in every row. What it
+    raises is raised here.
     """
     table.checkout_latest()
     missing = [field for field in fields if field.name not in table.schema.names]
@@ -69,9 +70,24 @@ def _fill_slice(
     first = next(batches, None)
     if first is None:
         return False
-    values = pa.RecordBatchReader.from_batches(output, compute(chain([first], batches)))
+    raised: list[BaseException] = []  # Lance hands on no more than their text
+
+    def computed() -> Iterator[pa.RecordBatch]:
+        try:
+            yield from compute(chain([first], batches))
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            raised.append(error)
+            raise
+
+    values = pa.RecordBatchReader.from_batches(output, computed())
     # a second handle: update_columns holds its fragment while it draws from the scan above
-    updated, modified = table.to_lance().get_fragment(fragment_id).update_columns(values)
+    fragment = table.to_lance().get_fragment(fragment_id)
+    try:
+        updated, modified = fragment.update_columns(values)
+    except Exception:
+        if raised:
+            raise raised[0] from None
+        raise
     change = lance.LanceOperation.Update(updated_fragments=[updated], fields_modified=modified)
     try:
         lance.LanceDataset.commit(dataset, change, read_version=dataset.version)

@@ -108,9 +108,7 @@ def fill_duplicates(table: lancedb.table.Table, args: argparse.Namespace, pool: 
         try:
             fields = pa.schema([pa.field("is_dup", pa.bool_())])
             fill_columns(table, fields, [args.id_column], "is_dup", compute)
-        except RuntimeError as error:
-            if "KeyError" not in str(error):  # an exception in compute comes back as text
-                raise
+        except KeyError:
             raise SystemExit(
                 f"table {table.name!r} was appended to meanwhile: run the same command again"
             ) from None

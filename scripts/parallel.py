@@ -5,6 +5,7 @@ one. They do not import the running script again unless the function lives there
 would cost each worker 0.7 GB and 3 seconds. Keep the function in a module that imports neither.
 """
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -14,6 +15,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -33,7 +35,8 @@ def parallel_map(
 
     At most ``2 * workers`` batches are drawn ahead of what the consumer took. ``workers=0`` runs
     in this process. ``function`` and ``initializer`` must be importable by name. An exception in a
-    worker is raised here; the workers end with the generator, also when it is closed early.
+    worker is raised here, a SystemExit where one was killed; the workers end with the generator,
+    also when it is closed early.
     """
     with WorkerPool(workers, initializer, initargs) as pool:
         yield from pool.map(function, batches)
@@ -80,6 +83,11 @@ class WorkerPool:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
+        except BrokenProcessPool:
+            raise SystemExit(
+                "a worker process was killed, maybe for want of memory: give fewer than --workers "
+                f"{self.workers}; the same command continues"
+            ) from None
         finally:
             for future in pending:
                 future.cancel()
@@ -135,3 +143,11 @@ def _leave_with_parent() -> None:
     """End this worker when its parent is gone: after a SIGKILL nobody else would."""
     multiprocessing.parent_process().join()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+@atexit.register
+def _kill_workers() -> None:
+    """A second Ctrl-C while a pool waits for its workers keeps it from telling them to end, and
+    Python would wait for them for ever."""
+    for process in multiprocessing.active_children():
+        process.kill()

@@ -356,6 +356,19 @@ def test_another_writer_meanwhile_ends_it_in_one_line_and_keeps_both(tmp_path):
     assert set(column_by_id(table, "n").values()) == {None}
 
 
+@pytest.mark.parametrize("error", [SystemExit("mend it"), KeyboardInterrupt(), KeyError(7)])
+def test_what_is_raised_while_a_column_is_filled_comes_out_as_it_is(tmp_path, error):
+    def failing(batches):
+        yield from ()
+        raise error
+
+    fields = pa.schema([pa.field("n", pa.int32())])
+    create(tmp_path, ["one"])
+    with pytest.raises(type(error)) as raised:
+        columns.fill_columns(open_table(tmp_path), fields, ["id"], "n", failing)
+    assert raised.value is error
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_run_is_continued(tmp_path, how):
     texts = [f"{i % 10} {PROSE * 40}" for i in range(300)]

@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -45,6 +46,15 @@ def wait_until(condition, seconds: float = 30.0) -> bool:
 
 def worker_pid(_) -> int:
     return os.getpid()
+
+
+def killed(_) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def slow(x: int) -> int:
+    time.sleep(1)
+    return x
 
 
 def set_mark(value: str) -> None:
@@ -115,6 +125,11 @@ def test_initializer_runs_in_every_worker(workers, monkeypatch):
     assert set(parallel_map(read_mark, range(8), workers, set_mark, ("seen",))) == {"seen"}
 
 
+def test_a_worker_that_is_killed_ends_it_in_one_line():
+    with pytest.raises(SystemExit, match="killed, maybe for want of memory: give fewer than .* 2;"):
+        list(parallel_map(killed, range(8), 2))
+
+
 def test_pool_serves_several_maps_with_the_same_workers():
     with WorkerPool(1) as pool:
         first, second = (set(pool.map(worker_pid, range(4))) for _ in range(2))
@@ -135,7 +150,7 @@ import sys, time
 sys.path[:0] = [{root!r}, {tests!r}]
 import lancedb
 from scripts.parallel import parallel_map
-from test_parallel import modules_loaded, worker_pid
+from test_parallel import modules_loaded, slow, worker_pid
 
 def local(x):
     return x + 1
@@ -174,3 +189,18 @@ time.sleep(60)
     process.kill()
     process.communicate()
     assert wait_until(lambda: not alive(pid))
+
+
+def test_a_second_ctrl_c_ends_it_all(tmp_path):
+    process = start_script(
+        tmp_path, "for x in parallel_map(slow, range(99), 1): print(x, flush=True)"
+    )
+    try:
+        process.stdout.readline()
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+        assert process.wait(30) != 0
+    finally:
+        process.kill()
+        process.stdout.close()
