@@ -47,7 +47,7 @@ def add_table_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGr
         type=not_empty,
         help=f"database directory or URI (default: $LANCE_PRETRAIN_DB, else {DEFAULT_DB})",
     )
-    group.add_argument("--table", help=f"table name (default: {DEFAULT_TABLE})")
+    group.add_argument("--table", type=not_empty, help=f"table name (default: {DEFAULT_TABLE})")
     group.add_argument("--id-column", default="id", help="unique integer document id")
     group.add_argument("--text-column", default="text", help="the document, UTF-8")
     group.add_argument("--tokens-column", default="input_ids", help="token ids, without EOS")
@@ -124,8 +124,8 @@ def open_table(args: argparse.Namespace, version: int | None = None) -> lancedb.
     db = connect(uri)
     try:
         table = db.open_table(name)
-    except ValueError as error:
-        if "not found" not in str(error):
+    except (OSError, ValueError, RuntimeError) as error:
+        if "not found" not in str(error) or not isinstance(error, ValueError):
             raise SystemExit(f"table {name!r} in {uri}: {one_line(error)}") from None
         raise SystemExit(
             f"no table {name!r} in {uri}: build one with {command('ingest.py', args)} FILES"
@@ -228,6 +228,21 @@ def require_ids(table: lancedb.table.Table, args: argparse.Namespace) -> None:
         )
 
 
+def require_token_lists(schema: pa.Schema, column: str) -> None:
+    """Raise SystemExit where ``column`` does not hold lists of integers."""
+    kind = schema.field(column).type
+    is_list = (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+    if not is_list or not pa.types.is_integer(kind.value_type):
+        raise SystemExit(f"column {column} is {kind}, not a list of integers: see --tokens-column")
+
+
+def recount(args: argparse.Namespace) -> str:
+    """The command that makes n_tokens count the ids that there are."""
+    return command("tokenize_corpus.py", args, "--count-only", "--overwrite")
+
+
 def require_columns(table: lancedb.table.Table, args: argparse.Namespace) -> None:
     """Check that the table can be trained on: ids, tokens and lengths of usable types.
 
@@ -240,12 +255,7 @@ def require_columns(table: lancedb.table.Table, args: argparse.Namespace) -> Non
             f"table {table.name!r} has no column {tokens}: tokenize it first "
             f"({command('tokenize_corpus.py', args)})"
         )
-    kind = schema.field(tokens).type
-    is_list = (
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    )
-    if not is_list or not pa.types.is_integer(kind.value_type):
-        raise SystemExit(f"column {tokens} is {kind}, not a list of integers: see --tokens-column")
+    require_token_lists(schema, tokens)
     if "n_tokens" not in schema.names:
         raise SystemExit(
             f"table {table.name!r} has no column n_tokens: count them "
@@ -400,7 +410,7 @@ def validation_batches(
         if not np.array_equal(lists.value_lengths().fill_null(0), counts[lo:hi]):
             raise SystemExit(
                 f"n_tokens does not count the ids in column {args.tokens_column}: "
-                f"tokenize again with {command('tokenize_corpus.py', args, '--overwrite')}"
+                f"count them again with {recount(args)}"
             )
         stream, documents = eos_joined(lists, eos_id)
         cut, missing = slice(begin - starts[lo], end - starts[lo]), B * T - (end - begin)

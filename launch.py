@@ -326,7 +326,6 @@ def must_match(
 ) -> dict[str, object]:
     """What a run must agree with the checkpoint that it continues, by the flag that decides it;
     the stream compares the data."""
-    t = data.tokenizer
     return {
         "--model": f"{args.model} {config.n_layer}x{config.n_embd}",
         "--arch": config.arch,
@@ -336,7 +335,7 @@ def must_match(
         "--seq-len": config.seq_len,
         "--doc-mask": args.doc_mask,
         "--optimizer": args.optimizer,
-        "--tokenizer": f"{t.vocab_size} ids, EOS {t.eos_id}, fingerprint {t.fingerprint}",
+        "--tokenizer": tokenizer.in_full(data.tokenizer),
         "--schedule": schedule["schedule"],
         "--lr-total-steps": 0 if schedule["schedule"] == "constant" else schedule["total"],
     }

@@ -16,6 +16,7 @@ import lance
 import numpy as np
 import pyarrow as pa
 
+from common import recount
 from plan import Arrays
 
 PART = 1 << 20  # tokens read at once: bounds the memory beside the blocks that are cut from them
@@ -67,6 +68,7 @@ class Reader:
         self.dataset, self.seq_len = dataset, args.seq_len
         self.thread = ThreadPoolExecutor(1, "elastic-take")
         self.tokens_column, self.id_column = args.tokens_column, args.id_column
+        self.recount = recount(args)
         self.eos_id, self.vocab_size = eos_id, vocab_size
         ids = dataset.schema.field(args.tokens_column).type.value_type.to_pandas_dtype()
         self.dtype = np.result_type(ids, np.min_scalar_type(eos_id))
@@ -151,7 +153,7 @@ class Reader:
             at = int(np.flatnonzero(found != lengths)[0])
             raise SystemExit(
                 f"document {self._id(offsets[at])} has {found[at]:,} tokens where n_tokens said "
-                f"{lengths[at]:,}: run scripts/tokenize_corpus.py --overwrite"
+                f"{lengths[at]:,}: count them again with {self.recount}"
             )
         ids = lists.flatten()
         if ids.null_count:

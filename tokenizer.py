@@ -30,7 +30,8 @@ class Identity:
         return f"{self.spec} ({self.vocab_size:,} ids, EOS {self.eos_id}, {self.fingerprint})"
 
     def agrees_with(self, other: "Identity") -> bool:
-        """Same ids for the same text. The spec may differ: a tokenizer file may have moved."""
+        """Same vocabulary. The spec may differ, as a tokenizer file may have moved; other merges or
+        another normalizer over the same words are not told apart."""
         return (self.fingerprint, self.vocab_size, self.eos_id) == (
             other.fingerprint,
             other.vocab_size,
@@ -121,6 +122,12 @@ Tokenizer = ByteTokenizer | SubwordTokenizer
 def brief(tokenizer: Tokenizer) -> str:
     """What decides the ids of a stream of documents, in a few words."""
     return f"{tokenizer.fingerprint}, EOS {tokenizer.eos_id}"
+
+
+def in_full(tokenizer: Tokenizer) -> str:
+    """What a checkpoint says of the tokenizer of its run."""
+    t = tokenizer
+    return f"{t.vocab_size} ids, EOS {t.eos_id}, fingerprint {t.fingerprint}"
 
 
 def fingerprint(vocabulary: dict[str, int]) -> str:

@@ -40,12 +40,18 @@ def fill_columns(
     table.checkout_latest()
     missing = [field for field in fields if field.name not in table.schema.names]
     if missing:
-        table.to_lance().add_columns(pa.schema(missing))
+        try:
+            table.to_lance().add_columns(pa.schema(missing))
+        except CommitConflictError:
+            raise _not_alone(table) from None
         table.checkout_latest()
+    ours = [table.schema.field(name) for name in fields.names]
     output = pa.schema([pa.field("_rowid", pa.uint64()), *fields])
     for fragment_id in [f.fragment_id for f in table.to_lance().get_fragments()]:
         while _fill_slice(table, fragment_id, output, read, marker, compute):
             table.checkout_latest()
+            if not _has(table, ours):  # such as the column of another tokenizer
+                raise _not_alone(table)
 
 
 def _fill_slice(
@@ -92,11 +98,20 @@ def _fill_slice(
     try:
         lance.LanceDataset.commit(dataset, change, read_version=dataset.version)
     except CommitConflictError:
-        raise SystemExit(
-            f"something else wrote to table {table.name!r} meanwhile: run this again, alone; what "
-            "was committed stays"
-        ) from None
+        raise _not_alone(table) from None
     return True
+
+
+def _has(table: lancedb.table.Table, fields: list[pa.Field]) -> bool:
+    found = [table.schema.field(f.name) for f in fields if f.name in table.schema.names]
+    return pa.schema(found).equals(pa.schema(fields), check_metadata=True)
+
+
+def _not_alone(table: lancedb.table.Table) -> SystemExit:
+    return SystemExit(
+        f"something else wrote to table {table.name!r} meanwhile: run this again, alone; what was "
+        "committed stays"
+    )
 
 
 def _up_to(limit: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -12,7 +12,7 @@ to the terminal, and with figures to ``--report``.
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -23,12 +23,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
-from flags import Parser, not_negative
+from flags import Parser, finite, not_negative
 from scripts import curate_report, dedup, quality
 from scripts.columns import BATCH_ROWS, count_unfilled, fill_columns
-from scripts.parallel import WorkerPool
-
-PIECE_BYTES = 1 << 20  # text per task: small against a slice of columns.py, large against a pipe
+from scripts.parallel import WorkerPool, pieces
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -37,7 +35,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("curation")
     group.add_argument("--report", type=Path, default=Path("runs/curate"), help="its directory")
     group.add_argument(
-        "--min-score", type=float, default=1.0, help="threshold shown in the report (train.py's)"
+        "--min-score", type=finite, default=1.0, help="threshold shown in the report (train.py's)"
     )
     group.add_argument(
         "--workers", type=not_negative, default=os.cpu_count(), help="processes (0: this one)"
@@ -165,14 +163,6 @@ def announce(table: lancedb.table.Table, column: str) -> int:
     state = f"{todo:,} of {rows:,} rows to fill" if todo else f"all {rows:,} rows are filled"
     print(f"{column:<8} {state}", flush=True)
     return todo
-
-
-def pieces(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Cut batches to about PIECE_BYTES, at least one row each."""
-    for batch in batches:
-        rows = max(1, batch.num_rows * PIECE_BYTES // max(batch.nbytes, 1))
-        for start in range(0, batch.num_rows, rows):
-            yield batch.slice(start, rows)
 
 
 if __name__ == "__main__":

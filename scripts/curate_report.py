@@ -24,6 +24,7 @@ KEPT, LOW, DUPLICATE = 0, 1, 2
 FATES = ("kept", "low score", "duplicate")
 COLORS = ("#2a78b5", "#e8a33d", "#b9bec5")
 REST = "(other sources)"
+FURTHEST = 10.0  # score that still has a bin of its own
 THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}")
 
 
@@ -49,8 +50,11 @@ def write(table: lancedb.table.Table, args: argparse.Namespace) -> None:
     """Print the report; write it and its figures to the directory ``args.report``."""
     summary = summarise(table, args.text_column, args.min_score)
     text = "\n".join(text_lines(summary))
-    (args.report / "report.txt").write_text(text + "\n", encoding="utf-8")
-    draw(summary, args.report / "report.png")
+    try:
+        (args.report / "report.txt").write_text(text + "\n", encoding="utf-8")
+        draw(summary, args.report / "report.png")
+    except OSError as error:
+        raise SystemExit(f"--report {args.report}: {error}") from None
     print(f"\n{text}\n\nwritten to {args.report}/report.txt and report.png")
 
 
@@ -62,6 +66,8 @@ def summarise(table: lancedb.table.Table, text_column: str, min_score: float) ->
     table.checkout_latest()
     dataset = table.to_lance()
     names = [n for n in ("source", "score", "is_dup", "n_tokens") if n in dataset.schema.names]
+    if "source" in names and pa.types.is_nested(dataset.schema.field("source").type):
+        names.remove("source")  # the table's own, of another meaning
     columns = {name: name for name in names} | {"chars": f"character_length(`{text_column}`)"}
     rows, done = dataset.count_rows(), 0
     found = Summary(
@@ -91,7 +97,7 @@ def summarise(table: lancedb.table.Table, text_column: str, min_score: float) ->
 
 def count_sources(counts: dict[str, np.ndarray], column: pa.Array, fates: np.ndarray) -> None:
     """Add the documents of each source and fate to ``counts``."""
-    coded = column.dictionary_encode(null_encoding="encode")
+    coded = column.cast(pa.string()).dictionary_encode(null_encoding="encode")
     table = np.zeros((len(coded.dictionary), 3), np.int64)
     np.add.at(table, (coded.indices.to_numpy(), fates), 1)
     for source, row in zip(coded.dictionary.to_pylist(), table, strict=True):
@@ -139,8 +145,7 @@ def text_lines(summary: Summary) -> list[str]:
 
 def score_lines(summary: Summary) -> list[str]:
     """The histogram of scores, half a point a line."""
-    scores = summary.scores[~np.isnan(summary.scores)]
-    edges = score_edges(scores, 0.5)
+    scores, edges = score_bins(summary, 0.5)
     counts, _ = np.histogram(scores, edges)
     lines = [f"{'score':<14}{'documents':>14}{'':>9}"]
     for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
@@ -151,10 +156,12 @@ def score_lines(summary: Summary) -> list[str]:
     return lines
 
 
-def score_edges(scores: np.ndarray, width: float) -> np.ndarray:
-    """Bins from 0 to 5, or further where a source's own scores go further."""
+def score_bins(summary: Summary, width: float) -> tuple[np.ndarray, np.ndarray]:
+    """Scores and the edges of their bins: from 0 to 5, or further where the table's own scores go
+    further. Those beyond FURTHEST are counted there."""
+    scores = np.clip(summary.scores[~np.isnan(summary.scores)], -FURTHEST, FURTHEST)
     low, high = scores.min(initial=0), scores.max(initial=5)
-    return np.arange(np.floor(low / width), np.ceil(high / width) + 1) * width
+    return scores, np.arange(np.floor(low / width), np.ceil(high / width) + 1) * width
 
 
 def share(part: int, whole: int) -> str:
@@ -193,14 +200,17 @@ def draw(summary: Summary, path: Path) -> None:
 def draw_sources(axes: Axes, summary: Summary) -> None:
     sources = largest_sources(summary)
     names = [name if len(name) <= 24 else name[:23] + "…" for name in sources]
+    names = [name.replace("$", r"\$") for name in names]  # no formula
+    places = range(len(names))
     counts = np.array(list(sources.values()))
     left = np.zeros(len(names))
     for fate in range(3):
-        axes.barh(names, counts[:, fate], left=left, color=COLORS[fate], height=0.7)
+        axes.barh(places, counts[:, fate], left=left, color=COLORS[fate], height=0.7)
         left += counts[:, fate]
     for at, (total, row) in enumerate(zip(left, counts, strict=True)):
         note = f" {100 * row[DUPLICATE] / max(total, 1):.1f} % duplicates"
         axes.text(total, at, note, va="center", fontsize=9, color="#555555")
+    axes.set_yticks(places, names)
     axes.margins(x=0.28)
     axes.invert_yaxis()
     axes.set(title="By source", xlabel="documents")
@@ -222,8 +232,7 @@ def draw_lengths(axes: Axes, summary: Summary) -> None:
 
 
 def draw_scores(axes: Axes, summary: Summary) -> None:
-    scores = summary.scores[~np.isnan(summary.scores)]
-    edges = score_edges(scores, 0.25)
+    scores, edges = score_bins(summary, 0.25)
     # all documents in one colour: the parts of a stack cannot be compared on a log scale
     counts, *_ = axes.hist(scores, edges, color="#6b7785")
     axes.axvline(summary.min_score, color="#b02a2a", linestyle="--", linewidth=1.5)

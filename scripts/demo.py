@@ -8,14 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from flags import Parser
+
 STAGES = (["ingest.py", "stdlib"], ["curate.py"], ["tokenize_corpus.py"])
 
 
 def build(database: str) -> None:
     """Build ``database`` under another name and rename it: it is whole or absent.
 
-    Raises SystemExit when a stage fails.
+    Raises SystemExit where it is there, and when a stage fails.
     """
+    database = database.rstrip("/")
+    if Path(database).exists():
+        raise SystemExit(f"{database} is there already: remove it, or name another")
     partial = f"{database}.partial"
     for script, *inputs in STAGES:
         path = Path(__file__).resolve().parent / script
@@ -26,4 +32,6 @@ def build(database: str) -> None:
 
 
 if __name__ == "__main__":
-    build(sys.argv[1] if len(sys.argv) > 1 else "./lance_pretrain_db")
+    parser = Parser(__doc__)
+    parser.add_argument("database", nargs="?", default="lance_pretrain_db")
+    build(parser.parse_args().database)

@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
-from flags import Parser
+from flags import Parser, not_empty
 from scripts.inputs import Bad, Fields, Part, Row, parts_of
 
 COMMIT_ROWS = 100_000
@@ -329,7 +329,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     common.add_table_arguments(parser)
     group = parser.add_argument_group("input")
     group.add_argument("inputs", nargs="+", metavar="INPUT", help="see above")
-    group.add_argument("--source", help="name of the source (default: from the input's name)")
+    group.add_argument(
+        "--source", type=not_empty, help="name of the source (default: from the input's name)"
+    )
     group.add_argument("--text-field", default="text", help="field or column with the document")
     group.add_argument("--score-field", help="field or column with a quality score, 0-5")
     group.add_argument("--strict", action="store_true", help="stop at the first bad document")

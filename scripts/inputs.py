@@ -94,7 +94,7 @@ def checked(text: object, score: object = None) -> Row:
         raise Bad("not UTF-8", "half of a surrogate pair") from None
     if n_bytes > MAX_DOCUMENT:
         raise Bad("over 1 GiB", f"{n_bytes:,} bytes; split it")
-    return Row(text, n_bytes, score)
+    return Row(text, n_bytes, None if score is None else float(score))
 
 
 def parse_record(record: object, fields: Fields) -> Row:
@@ -220,6 +220,8 @@ def load_hf(name: str, config: str, split: str) -> Any:
 
 def parts_of(spec: str, source: str | None, fields: Fields) -> list[Part]:
     """What an INPUT consists of, in the order of ingestion. Raises SystemExit for none."""
+    if spec == "-" and sys.stdin is None:
+        raise SystemExit("-: there is no standard input")
     if spec == "-":
         read = partial(read_lines, sys.stdin.buffer, int, fields)
         return [Part(source or "stdin", "stdin", "stdin", None, True, read)]
@@ -232,7 +234,7 @@ def parts_of(spec: str, source: str | None, fields: Fields) -> list[Part]:
         root, files = path, files_below(spec)
     elif path.is_file():
         root, files = path.parent, [spec]
-        source = source or stem(path.name)
+        source = source or stem(printable(path.name))
     elif is_magic:
         root = Path(*takewhile(lambda step: not glob.has_magic(step), path.parts))
         files = glob_files(spec)
@@ -241,13 +243,18 @@ def parts_of(spec: str, source: str | None, fields: Fields) -> list[Part]:
         raise SystemExit(f"{spec}: {what}")
     if not files:
         raise SystemExit(f"{spec}: {'matches no file' if is_magic else 'no files in it'}")
-    source = source or root.resolve().name or "files"
+    source = source or printable(root.resolve().name) or "files"
     return [file_part(source, root, file, fields) for file in sorted(files)]
 
 
 def stem(name: str) -> str:
     """``part-0`` for ``part-0.jsonl.gz``."""
     return re.sub(r"(?i)\.jsonl(\.gz|\.zst)?\Z", "", name) if ".jsonl" in name else Path(name).stem
+
+
+def printable(name: str) -> str:
+    """A file's name, of which not every byte need be UTF-8."""
+    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def cannot_list(error: OSError) -> None:
@@ -266,11 +273,12 @@ def files_below(root: str, skip: set[str] | frozenset[str] = frozenset()) -> lis
 
 def glob_files(pattern: str) -> set[str]:
     matches = glob.glob(pattern, recursive=True)
-    return {f for m in matches for f in (files_below(m) if os.path.isdir(m) else [m])}
+    found = {f for m in matches for f in (files_below(m) if os.path.isdir(m) else [m])}
+    return {file for file in found if os.path.isfile(file)}
 
 
 def file_part(source: str, root: Path, path: str, fields: Fields) -> Part:
-    name = os.fsencode(Path(path).relative_to(root).as_posix()).decode(errors="backslashreplace")
+    name = printable(Path(path).relative_to(root).as_posix())
     suffix = re.search(r"\.(jsonl(\.gz|\.zst)?|parquet)\Z", name.lower())
     if suffix is None:
         read = partial(read_file, path)

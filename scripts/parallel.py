@@ -21,6 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 
+PIECE_BYTES = 1 << 20  # text per task: small against a slice of columns.py, large against a pipe
 IN_FLIGHT_PER_WORKER = 2  # one being worked on, one waiting in the queue
 
 
@@ -98,6 +99,14 @@ class WorkerPool:
         with nullcontext() if needs_main else _main_hidden():
             packed = _Packed(batch) if isinstance(batch, pa.RecordBatch) else batch
             return self.executor.submit(function, packed)
+
+
+def pieces(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Cut batches to about PIECE_BYTES, at least one row each."""
+    for batch in batches:
+        rows = max(1, batch.num_rows * PIECE_BYTES // max(batch.nbytes, 1))
+        for start in range(0, batch.num_rows, rows):
+            yield batch.slice(start, rows)
 
 
 @contextmanager

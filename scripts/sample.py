@@ -56,10 +56,17 @@ def load(
     path: Path, record: dict, device: torch.device, spec: str | None
 ) -> tuple[model.GPT, tokenizer.Tokenizer]:
     """The model of a checkpoint and its tokenizer, or ``spec``'s where it has moved."""
+    codec = tokenizer.load_tokenizer(spec or record["tokenizer"])
+    was, ours = record["must_match"]["--tokenizer"], tokenizer.in_full(codec)
+    if was != ours:
+        raise SystemExit(
+            f"checkpoint {path} was trained on ids of another tokenizer ({was}) than {codec.spec} "
+            f"({ours}): name it with --tokenizer"
+        )
     gpt = model.GPT(model.GPTConfig(**record["model"])).to(device).eval()
     tensors = {name: p.detach() for name, p in gpt.named_parameters()}
     checkpoints.load_tensors(path, record, tensors, World())
-    return gpt, tokenizer.load_tokenizer(spec or record["tokenizer"])
+    return gpt, codec
 
 
 if __name__ == "__main__":

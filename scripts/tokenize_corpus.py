@@ -3,6 +3,7 @@
     python scripts/tokenize_corpus.py --db DB --tokenizer byte
     python scripts/tokenize_corpus.py --db DB --tokenizer bpe:tokenizer.json
     python scripts/tokenize_corpus.py --db DB --count-only    # ids are there, n_tokens is not
+    python scripts/tokenize_corpus.py --db DB --overwrite     # all again, texts have changed
 
 Only rows that have no tokens yet are tokenized: run it again after adding documents, or after an
 interruption. The tokenizer's identity is stored with the column, and another one is refused.
@@ -24,9 +25,13 @@ import common
 import tokenizer
 from flags import Parser, not_negative
 from scripts.columns import count_unfilled, fill_columns
-from scripts.parallel import WorkerPool
+from scripts.parallel import WorkerPool, pieces
 
 N_TOKENS = pa.field("n_tokens", pa.int32())  # NULL: not tokenized yet
+UNKNOWN = (
+    "column {} does not say who tokenized it: --count-only keeps its ids, --tokenizer NAME "
+    "--overwrite drops them, --tokens-column names another"
+)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -34,10 +39,12 @@ def main(argv: list[str] | None = None) -> None:
     common.add_table_arguments(parser)
     group = parser.add_argument_group("tokens")
     group.add_argument(
-        "--tokenizer", default="byte", help="byte, hf:<name or directory> or bpe:<tokenizer.json>"
+        "--tokenizer",
+        help="byte, hf:<name or directory> or bpe:<tokenizer.json> (default: the column's own; "
+        "byte for a new column)",
     )
     group.add_argument("--count-only", action="store_true", help="only fill n_tokens from the ids")
-    group.add_argument("--overwrite", action="store_true", help="first drop the tokens there are")
+    group.add_argument("--overwrite", action="store_true", help="first drop what it fills")
     group.add_argument("--workers", type=not_negative, default=os.cpu_count(), help="processes")
     args = parser.parse_args(argv)
     table = common.open_table(args)
@@ -52,7 +59,10 @@ def main(argv: list[str] | None = None) -> None:
 def tokenize(table: lancedb.table.Table, args: argparse.Namespace) -> int:
     """Fill the token column and n_tokens where n_tokens is NULL. Returns the rows filled."""
     common.require_text(table, args)
-    codec = tokenizer.load_tokenizer(args.tokenizer)
+    if args.tokens_column in table.schema.names:
+        common.require_token_lists(table.schema, args.tokens_column)  # --overwrite drops it
+    spec = args.tokenizer or own_tokenizer(table, args)
+    codec = tokenizer.load_tokenizer(spec)
     present = [c for c in (args.tokens_column, "n_tokens") if c in table.schema.names]
     if args.overwrite and present:
         table.drop_columns(present)
@@ -64,19 +74,16 @@ def tokenize(table: lancedb.table.Table, args: argparse.Namespace) -> int:
     field = tokenizer.token_field(args.tokens_column, codec)
     if args.tokens_column in table.schema.names:
         if tokenizer.check_tokenizer(table.schema, args.tokens_column, codec):
-            raise SystemExit(
-                f"column {args.tokens_column} does not say who tokenized it: --count-only keeps "
-                "its ids, --overwrite drops them, --tokens-column names another"
-            )
+            raise SystemExit(UNKNOWN.format(args.tokens_column))
         field = table.schema.field(args.tokens_column)
     fields = pa.schema([field, counts_field(table)])
     with (
         progress(table, "tokenize") as bar,
-        WorkerPool(args.workers, tokenizer.start_worker, (args.tokenizer,)) as pool,
+        WorkerPool(args.workers, tokenizer.start_worker, (spec,)) as pool,
     ):
 
         def compute(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            for row_ids, ids in pool.map(tokenizer.encode_rows, batches):
+            for row_ids, ids in pool.map(tokenizer.encode_rows, pieces(batches)):
                 bar.update(len(row_ids))
                 lengths = ids.value_lengths().cast(fields.field("n_tokens").type)
                 yield filled(row_ids, fields, ids.cast(field.type), lengths)
@@ -85,9 +92,23 @@ def tokenize(table: lancedb.table.Table, args: argparse.Namespace) -> int:
         return bar.total
 
 
+def own_tokenizer(table: lancedb.table.Table, args: argparse.Namespace) -> str:
+    """Who tokenized the column, ``byte`` where there is none. Raises SystemExit if it is not
+    known."""
+    if args.tokens_column not in table.schema.names:
+        return "byte"
+    stored = tokenizer.stored_identity(table.schema, args.tokens_column)
+    if stored is None:
+        raise SystemExit(UNKNOWN.format(args.tokens_column))
+    return stored.spec
+
+
 def count_tokens(table: lancedb.table.Table, args: argparse.Namespace) -> int:
     """Fill n_tokens from a token column that somebody else wrote. Returns the rows filled."""
     common.require_column(table, args.tokens_column, "--tokens-column")
+    common.require_token_lists(table.schema, args.tokens_column)
+    if args.overwrite and N_TOKENS.name in table.schema.names:
+        table.drop_columns([N_TOKENS.name])
     fields = pa.schema([counts_field(table)])
     with progress(table, "count") as bar:
 

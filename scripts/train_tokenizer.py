@@ -39,9 +39,15 @@ def main(argv: list[str] | None = None) -> None:
         )
     if args.vocab_size < MIN_VOCABULARY:
         raise SystemExit(f"--vocab-size {args.vocab_size}: give at least {MIN_VOCABULARY}")
+    if not args.out.parent.is_dir():
+        raise SystemExit(f"--out {args.out}: there is no directory {args.out.parent}")
     table = common.open_table(args)
     common.require_text(table, args)
-    train(table, args)
+    try:
+        train(table, args)
+    except KeyboardInterrupt:
+        print("interrupted: nothing is written", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def train(table: lancedb.table.Table, args: argparse.Namespace) -> None:
@@ -77,9 +83,10 @@ def texts(table: lancedb.table.Table, args: argparse.Namespace) -> Iterator[list
     with tqdm(total=left, unit="B", unit_scale=True, desc="read", disable=None) as bar:
         try:
             for batch in query.to_batches():
-                yield batch.column(0).drop_null().to_pylist()
-                bar.update(batch.nbytes)
-                left -= batch.nbytes
+                texts = batch.column(0).drop_null()
+                yield texts.to_pylist()
+                bar.update(texts.nbytes)
+                left -= texts.nbytes
                 if left <= 0:
                     return
         except (ValueError, RuntimeError) as error:

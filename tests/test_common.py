@@ -127,6 +127,15 @@ def test_database_or_table_that_is_missing_names_the_command_to_build_one(tmp_pa
     assert not missing.exists()  # connecting would have created it
 
 
+def test_damaged_table_is_told_in_one_line(tmp_path):
+    make_table(tmp_path / "db", ["one"])
+    for manifest in (tmp_path / "db/corpus.lance/_versions").iterdir():
+        manifest.write_bytes(b"x")
+    with pytest.raises(SystemExit, match="table 'corpus' in ") as refusal:
+        common.open_table(flags(tmp_path / "db"))
+    assert "\n" not in str(refusal.value)
+
+
 def test_cloud_database_is_refused():
     with pytest.raises(SystemExit, match="db://corp: LanceDB Cloud does not serve column files"):
         common.connect("db://corp")

@@ -18,6 +18,7 @@ import lancedb
 import numpy as np
 import pyarrow as pa
 import pytest
+from matplotlib.figure import Figure
 
 from scripts import columns, curate, curate_report, dedup, quality
 from scripts.quality import explain, score_document
@@ -356,6 +357,44 @@ def test_another_writer_meanwhile_ends_it_in_one_line_and_keeps_both(tmp_path):
     assert set(column_by_id(table, "n").values()) == {None}
 
 
+def test_columns_that_another_writer_adds_or_replaces_are_left_to_it(tmp_path, monkeypatch):
+    """Two that begin at once; and one that drops the other's column for its own."""
+    theirs = pa.schema([pa.field("n", pa.int32(), metadata={"tokenizer": "theirs"})])
+    fields = pa.schema([pa.field("n", pa.int32(), metadata={"tokenizer": "ours"})])
+
+    def count(batches):
+        for batch in batches:
+            yield pa.record_batch({"_rowid": batch["_rowid"], "n": batch["id"].cast(pa.int32())})
+
+    table = create(tmp_path, ["one"])
+    table.add(rows(["two"], 1))
+    to_lance = lancedb.table.LanceTable.to_lance
+
+    def late(self):
+        found = to_lance(self)
+        monkeypatch.undo()
+        to_lance(latest(open_table(tmp_path))).add_columns(theirs)
+        return found
+
+    monkeypatch.setattr(lancedb.table.LanceTable, "to_lance", late)
+    with pytest.raises(SystemExit, match="something else wrote"):
+        columns.fill_columns(open_table(tmp_path), fields, ["id"], "n", count)
+
+    fill = columns._fill_slice
+
+    def replaced(*arguments):
+        more = fill(*arguments)
+        other = latest(open_table(tmp_path))
+        other.drop_columns(["n"])
+        to_lance(latest(other)).add_columns(fields)
+        return more
+
+    monkeypatch.setattr(columns, "_fill_slice", replaced)
+    with pytest.raises(SystemExit, match="something else wrote"):
+        columns.fill_columns(open_table(tmp_path), theirs, ["id"], "n", count)
+    assert set(column_by_id(latest(table), "n").values()) == {None}
+
+
 @pytest.mark.parametrize("error", [SystemExit("mend it"), KeyboardInterrupt(), KeyError(7)])
 def test_what_is_raised_while_a_column_is_filled_comes_out_as_it_is(tmp_path, error):
     def failing(batches):
@@ -486,6 +525,34 @@ def test_report_has_a_figure_also_without_source_and_tokens(tmp_path):
     figure = (tmp_path / "report/report.png").read_bytes()
     assert figure.startswith(b"\x89PNG") and len(figure) > 10_000
     assert "all documents" in (tmp_path / "report/report.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"source": pa.array(["a", "b"]).dictionary_encode()},
+        {"source": pa.array([["a"], ["b"]])},
+        {"source": ["$\\frac$", "$x"]},
+        {"score": pa.array([float("inf"), -1e30], pa.float32())},
+    ],
+    ids=["categories", "lists", "formulas", "far scores"],
+)
+def test_report_takes_tables_as_they_come(tmp_path, columns):
+    create(tmp_path, ["one", "two"], **columns)
+    curate_table(tmp_path)
+    report = (tmp_path / "report/report.txt").read_text()
+    assert (tmp_path / "report/report.png").exists()
+    assert sum(int(line.split()[3]) for line in report.splitlines() if " – " in line) == 2
+    if not pa.types.is_nested(open_table(tmp_path).schema.field(next(iter(columns))).type):
+        assert "all documents" not in report or "score" in columns
+
+
+def test_sources_of_one_beginning_have_a_bar_each():
+    axes = Figure().subplots()
+    sources = {f"HuggingFaceFW/fineweb-edu-{year}": np.array([year, 0, 0]) for year in (13, 14)}
+    curate_report.draw_sources(axes, argparse.Namespace(sources=sources))
+    bars = {(round(bar.get_y(), 3), bar.get_width()) for bar in axes.patches if bar.get_width()}
+    assert {width for _, width in bars} == {13, 14} and len({y for y, _ in bars}) == 2
 
 
 def test_many_sources_are_summed_up(tmp_path, monkeypatch):

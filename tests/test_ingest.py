@@ -473,6 +473,19 @@ def test_changed_lone_file_is_told_and_left_as_it_was(here, capsys):
     assert "1 changed since it was ingested" in capsys.readouterr().out
 
 
+def test_odd_names_and_whole_scores_are_taken(here):
+    write_tree("g", {"a.txt": "A"})
+    os.symlink("/nonexistent", "g/b.txt")
+    odd = os.fsdecode(b"caf\xe9.txt")
+    write_tree(".", {odd: "odd"})
+    write_jsonl("s.jsonl", [{"text": "scored", "quality": 123456789}])
+    run("--score-field", "quality", "g/*.txt", odd, "s.jsonl")
+    assert texts() == ["A", "odd", "scored"]
+    assert [s for (s,) in rows(["source"])] == ["g", r"caf\xe9", "s"]
+    run(odd)  # once more, and nothing new
+    assert texts() == ["A", "odd", "scored"]
+
+
 def test_ids_count_on_across_runs_inputs_and_sources(here):
     write_jsonl("a.jsonl", numbered(3))
     write_jsonl("b.jsonl", numbered(3))

@@ -139,6 +139,13 @@ def test_another_tokenizer_is_refused_until_overwrite(tmp_path):
     tokenize(tmp_path / "db", "--tokenizer", f"bpe:{out}", "--overwrite")
     table.checkout_latest()
     assert tokenizer.stored_identity(table.schema, "input_ids").vocab_size == 300
+    # without --tokenizer it is the column's own
+    table.add(pa.table({"id": pa.array([30]), "text": ["appended"]}))
+    for more in ((), ("--overwrite",)):
+        tokenize(tmp_path / "db", *more)
+        table.checkout_latest()
+        assert tokenizer.stored_identity(table.schema, "input_ids").spec == f"bpe:{out}"
+        assert table.count_rows("n_tokens IS NULL") == 0
 
 
 def test_count_only_adds_lengths_to_somebody_elses_tokens(tmp_path):
@@ -159,9 +166,31 @@ def test_tokens_of_somebody_else_are_never_overwritten_unasked(tmp_path):
     tokenize(tmp_path, "--count-only")
     with pytest.raises(SystemExit, match="n_tokens counts the ids of another column"):
         tokenize(tmp_path, "--tokens-column", "second")
-    tokenize(tmp_path, "--overwrite")
+    with pytest.raises(SystemExit, match="--tokenizer NAME --overwrite drops them"):
+        tokenize(tmp_path, "--overwrite")
+    tokenize(tmp_path, "--overwrite", "--tokenizer", "byte")
     table.checkout_latest()
     check_bytes(table)
+
+
+@pytest.mark.parametrize("how", ["--overwrite", "--count-only"])
+@pytest.mark.parametrize("column", ["text", "id"])
+def test_column_that_holds_no_tokens_is_left_alone(tmp_path, column, how):
+    table = make_table(tmp_path, list("abcd"))
+    with pytest.raises(SystemExit, match=f"column {column} is .*, not a list of integers: see --"):
+        tokenize(tmp_path, "--tokens-column", column, how)
+    table.checkout_latest()
+    assert table.version == 1 and table.schema.names == ["id", "text"]
+
+
+def test_wrong_counts_are_counted_again_and_no_id_is_touched(tmp_path):
+    theirs = pa.array([[7, 8, 9]] * 4, pa.list_(pa.int32()))
+    counts = pa.array([3, 3, 2, 3], pa.int32())
+    table = make_table(tmp_path, list("abcd"), input_ids=theirs, n_tokens=counts)
+    tokenize(tmp_path, "--count-only", "--overwrite")
+    table.checkout_latest()
+    assert table.to_arrow()["n_tokens"].to_pylist() == [3] * 4
+    assert table.to_arrow()["input_ids"].to_pylist() == [[7, 8, 9]] * 4
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_tokenizer_file_is_not_overwritten_unasked(tmp_path, bpe_file):
         (["--filter", "bogus > 1"], "No field named bogus"),
         # Lance alone would read as far as the first 1
         (["--filter", "id > 1 id < 9"], "--filter id > 1 id < 9: "),
-        (["--out", "/nowhere/t.json"], "cannot write it"),
+        (["--out", "/nowhere/t.json"], "there is no directory /nowhere"),
         (["--text-column", "body"], "no column 'body': name it with --text-column"),
     ],
 )
@@ -137,3 +137,9 @@ def test_train_tokenizer_refuses_bad_input_in_one_line(tmp_path, flags, words):
             ["--db", str(tmp_path / "db"), "--out", str(tmp_path / "t.json"), *flags]
         )
     assert words in str(refusal.value) and not (tmp_path / "t.json").exists()
+
+
+def test_table_whose_text_is_all_null_is_nothing_to_learn_from(tmp_path):
+    make_table(tmp_path / "db", [None, None])
+    with pytest.raises(SystemExit, match="no text to learn from"):
+        train_tokenizer.main(["--db", str(tmp_path / "db"), "--out", str(tmp_path / "t.json")])

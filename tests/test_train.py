@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import launch
 import model
 import train
-from scripts import inspect_checkpoint, sample, tokenize_corpus
+from scripts import demo, inspect_checkpoint, sample, tokenize_corpus, train_tokenizer
 from tests.conftest import (
     ROOT,
     documents,
@@ -123,6 +123,14 @@ def test_other_model_optimizer_and_mask_train_and_resume_bit_for_bit(corpus):
     assert whole.keys() == resumed.keys() and "lm_head.weight" in whole
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     sample.main(["--ckpt-dir", "ca", "--tokens", "5"])
+
+
+def test_sample_refuses_another_tokenizer_than_the_runs(corpus, tmp_path):
+    go(corpus, "--steps", "1", "--ckpt-dir", "c")
+    out = tmp_path / "t.json"
+    train_tokenizer.main(["--db", str(corpus), "--vocab-size", "300", "--out", str(out)])
+    with pytest.raises(SystemExit, match="ids of another tokenizer .257 ids, .* than bpe:.*--tok"):
+        sample.main(["--ckpt-dir", "c", "--tokens", "5", "--tokenizer", f"bpe:{out}"])
 
 
 def test_profile_and_norms_are_written_for_the_steps_asked_for(corpus, capsys):
@@ -684,8 +692,6 @@ def test_tokenizer_of_another_table_is_refused_with_both_identities(tmp_path):
     tokenize_corpus.main(["--db", str(tmp_path / "db"), "--count-only"])
     go(tmp_path / "db", "--steps", "1", "--run-dir", "r")  # nobody says who wrote it
     assert "does not say who wrote it: trusting --tokenizer byte" in Path("r/train.log").read_text()
-    from scripts import train_tokenizer
-
     train_tokenizer.main(["--db", str(tmp_path / "db"), "--vocab-size", "300"])
     tokenize_corpus.main(
         ["--db", str(tmp_path / "db"), "--workers", "0", "--overwrite"]
@@ -794,6 +800,11 @@ def test_out_of_memory_names_the_batch_size(corpus, tmp_path):
 
 
 @pytest.mark.slow
+def test_demo_corpus_is_not_built_over_another_database(corpus):
+    with pytest.raises(SystemExit, match="is there already: remove it, or name another"):
+        demo.build(f"{corpus}/")
+
+
 def test_smoke_command_builds_the_demo_corpus_once(tmp_path):
     smoke = ("train.py", "--model", "tiny", "--steps", "2", "--batch-size", "2")
     smoke += ("--seq-len", "64", "--eval-batches", "1")
