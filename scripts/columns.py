@@ -15,7 +15,7 @@ import pyarrow as pa
 from lance.commit import CommitConflictError
 
 SLICE_BYTES = 128 << 20  # input per commit: bounds memory, and the work an interruption loses
-BATCH_ROWS = 1024
+BATCH_ROWS = 256  # of a scan: Arrow holds less than 2 GB of text in a batch
 
 Compute = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
