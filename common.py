@@ -125,7 +125,7 @@ def open_table(args: argparse.Namespace, version: int | None = None) -> lancedb.
     try:
         table = db.open_table(name)
     except (OSError, ValueError, RuntimeError) as error:
-        if "not found" not in str(error) or not isinstance(error, ValueError):
+        if "was not found" not in str(error):
             raise SystemExit(f"table {name!r} in {uri}: {one_line(error)}") from None
         raise SystemExit(
             f"no table {name!r} in {uri}: build one with {command('ingest.py', args)} FILES"

@@ -3,7 +3,9 @@
 import argparse
 import importlib
 import math
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 
@@ -42,6 +44,16 @@ def require_package(module: str, asked_by: str, install: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise SystemExit(f"{asked_by} needs the package: pip install {install} ({error})") from None
+
+
+@contextmanager
+def interruptible(stays: str) -> Iterator[None]:
+    """Ctrl-C inside ends the script with status 130 and one line, which says what ``stays``."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"interrupted: {stays}", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def not_empty(text: str) -> str:

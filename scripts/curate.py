@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
-from flags import Parser, finite, not_negative
+from flags import Parser, finite, interruptible, not_negative
 from scripts import curate_report, dedup, quality
 from scripts.columns import BATCH_ROWS, count_unfilled, fill_columns
 from scripts.parallel import WorkerPool, pieces
@@ -51,14 +51,11 @@ def main(argv: list[str] | None = None) -> None:
         args.report.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SystemExit(f"--report {args.report}: cannot create it: {error.strerror}") from None
-    try:
+    with interruptible("what is committed stays; the same command continues"):
         with WorkerPool(args.workers) as pool:
             fill_duplicates(table, args, pool)
             fill_scores(table, args, pool)
         curate_report.write(table, args)
-    except KeyboardInterrupt:
-        print("interrupted: what is committed stays; the same command continues", file=sys.stderr)
-        raise SystemExit(130) from None
 
 
 def check(table: lancedb.table.Table, args: argparse.Namespace) -> None:

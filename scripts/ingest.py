@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
-from flags import Parser, not_empty
+from flags import Parser, interruptible, not_empty
 from scripts.inputs import Bad, Fields, Part, Row, parts_of
 
 COMMIT_ROWS = 100_000
@@ -339,11 +339,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    try:
-        ingest(parse_arguments(argv))
-    except KeyboardInterrupt:
-        print("interrupted: commits so far stay; the same command goes on there", file=sys.stderr)
-        raise SystemExit(130) from None
+    args = parse_arguments(argv)
+    with interruptible("commits so far stay; the same command goes on there"):
+        ingest(args)
 
 
 if __name__ == "__main__":

@@ -220,9 +220,9 @@ def load_hf(name: str, config: str, split: str) -> Any:
 
 def parts_of(spec: str, source: str | None, fields: Fields) -> list[Part]:
     """What an INPUT consists of, in the order of ingestion. Raises SystemExit for none."""
-    if spec == "-" and sys.stdin is None:
-        raise SystemExit("-: there is no standard input")
     if spec == "-":
+        if sys.stdin is None:
+            raise SystemExit("-: there is no standard input")
         read = partial(read_lines, sys.stdin.buffer, int, fields)
         return [Part(source or "stdin", "stdin", "stdin", None, True, read)]
     if spec == "stdlib":
@@ -273,8 +273,8 @@ def files_below(root: str, skip: set[str] | frozenset[str] = frozenset()) -> lis
 
 def glob_files(pattern: str) -> set[str]:
     matches = glob.glob(pattern, recursive=True)
-    found = {f for m in matches for f in (files_below(m) if os.path.isdir(m) else [m])}
-    return {file for file in found if os.path.isfile(file)}
+    below = [file for match in matches if os.path.isdir(match) for file in files_below(match)]
+    return {*below, *filter(os.path.isfile, matches)}
 
 
 def file_part(source: str, root: Path, path: str, fields: Fields) -> Part:

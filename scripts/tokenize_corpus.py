@@ -23,15 +23,11 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
 import tokenizer
-from flags import Parser, not_negative
+from flags import Parser, interruptible, not_negative
 from scripts.columns import count_unfilled, fill_columns
 from scripts.parallel import WorkerPool, pieces
 
 N_TOKENS = pa.field("n_tokens", pa.int32())  # NULL: not tokenized yet
-UNKNOWN = (
-    "column {} does not say who tokenized it: --count-only keeps its ids, --tokenizer NAME "
-    "--overwrite drops them, --tokens-column names another"
-)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -48,20 +44,15 @@ def main(argv: list[str] | None = None) -> None:
     group.add_argument("--workers", type=not_negative, default=os.cpu_count(), help="processes")
     args = parser.parse_args(argv)
     table = common.open_table(args)
-    try:
+    with interruptible("what is tokenized stays, run it again for the rest"):
         done = count_tokens(table, args) if args.count_only else tokenize(table, args)
-    except KeyboardInterrupt:
-        print("interrupted: what is tokenized stays, run it again for the rest", file=sys.stderr)
-        raise SystemExit(130) from None
     report(table, args, done)
 
 
 def tokenize(table: lancedb.table.Table, args: argparse.Namespace) -> int:
     """Fill the token column and n_tokens where n_tokens is NULL. Returns the rows filled."""
     common.require_text(table, args)
-    if args.tokens_column in table.schema.names:
-        common.require_token_lists(table.schema, args.tokens_column)  # --overwrite drops it
-    spec = args.tokenizer or own_tokenizer(table, args)
+    spec = choose_tokenizer(table, args)
     codec = tokenizer.load_tokenizer(spec)
     present = [c for c in (args.tokens_column, "n_tokens") if c in table.schema.names]
     if args.overwrite and present:
@@ -73,8 +64,7 @@ def tokenize(table: lancedb.table.Table, args: argparse.Namespace) -> int:
         )
     field = tokenizer.token_field(args.tokens_column, codec)
     if args.tokens_column in table.schema.names:
-        if tokenizer.check_tokenizer(table.schema, args.tokens_column, codec):
-            raise SystemExit(UNKNOWN.format(args.tokens_column))
+        tokenizer.check_tokenizer(table.schema, args.tokens_column, codec)
         field = table.schema.field(args.tokens_column)
     fields = pa.schema([field, counts_field(table)])
     with (
@@ -92,15 +82,20 @@ def tokenize(table: lancedb.table.Table, args: argparse.Namespace) -> int:
         return bar.total
 
 
-def own_tokenizer(table: lancedb.table.Table, args: argparse.Namespace) -> str:
-    """Who tokenized the column, ``byte`` where there is none. Raises SystemExit if it is not
-    known."""
+def choose_tokenizer(table: lancedb.table.Table, args: argparse.Namespace) -> str:
+    """``--tokenizer``, else the one that wrote the column, else ``byte``. Raises SystemExit where
+    the column holds no tokens, or those of nobody knows whom, which only both ``--tokenizer`` and
+    ``--overwrite`` replace."""
     if args.tokens_column not in table.schema.names:
-        return "byte"
+        return args.tokenizer or "byte"
+    common.require_token_lists(table.schema, args.tokens_column)
     stored = tokenizer.stored_identity(table.schema, args.tokens_column)
-    if stored is None:
-        raise SystemExit(UNKNOWN.format(args.tokens_column))
-    return stored.spec
+    if stored is None and not (args.tokenizer and args.overwrite):
+        raise SystemExit(
+            f"column {args.tokens_column} does not say who tokenized it: --count-only keeps its "
+            "ids, --tokenizer NAME --overwrite drops them, --tokens-column names another"
+        )
+    return args.tokenizer or stored.spec
 
 
 def count_tokens(table: lancedb.table.Table, args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
-from flags import Parser, positive
+from flags import Parser, interruptible, positive
 from tokenizer import EOS_TOKENS
 
 MIN_VOCABULARY = 257  # every byte, and the end of text
@@ -43,11 +43,8 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"--out {args.out}: there is no directory {args.out.parent}")
     table = common.open_table(args)
     common.require_text(table, args)
-    try:
+    with interruptible("nothing is written"):
         train(table, args)
-    except KeyboardInterrupt:
-        print("interrupted: nothing is written", file=sys.stderr)
-        raise SystemExit(130) from None
 
 
 def train(table: lancedb.table.Table, args: argparse.Namespace) -> None:
@@ -83,10 +80,10 @@ def texts(table: lancedb.table.Table, args: argparse.Namespace) -> Iterator[list
     with tqdm(total=left, unit="B", unit_scale=True, desc="read", disable=None) as bar:
         try:
             for batch in query.to_batches():
-                texts = batch.column(0).drop_null()
-                yield texts.to_pylist()
-                bar.update(texts.nbytes)
-                left -= texts.nbytes
+                documents = batch.column(0).drop_null()
+                yield documents.to_pylist()
+                bar.update(documents.nbytes)
+                left -= documents.nbytes
                 if left <= 0:
                     return
         except (ValueError, RuntimeError) as error:
